@@ -6,7 +6,7 @@
      │
     supervision  one run on any platforms: look ─▶ plan ─▶ launch, replace, fence, drain; leases and budget
      │
-    platforms    base: the protocol, in plain data · places: several as one · container: inside a rented container
+    platforms    base: the protocol · places: several platforms as one executor · container: the process on a rented GPU
                  on_host · on_modal · on_hf_jobs · on_slurm · on_sky
 
 Each layer imports only the layers below it (import-linter checks this).  `import executors` imports no platform: the

@@ -1,10 +1,10 @@
 """Decide whether a connection or service, not a completion, caused an error of the user's code.
 
-    raise JudgeDown from httpx.ConnectError ──▶ the error, its cause, its context, … ── first clear one ─▶ True | False
+    raise JudgeDown from httpx.ConnectError ──▶ the error, its cause, its context, … ── first clear error ─▶ True, False
 
     refused, reset, no such host, no route, no certificate, TLS            the connection
     a response of 5xx, 401, 402, 403, 408, 409, 425, 429                   the service; counts as the connection
-    another 4xx response: this very request was refused                    the completion
+    another 4xx response: the service rejected this request's content      the completion
     no response in time after the request was sent; a useless response     the completion, like a hang
 
 Clients' errors are recognised by their modules' names, so no client is imported here.
@@ -26,7 +26,7 @@ _ROUTE = {
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ETIMEDOUT,
     errno.EMFILE, errno.ENFILE,
 }  # fmt: skip
-_NOT_THE_REQUEST = {401, 402, 403, 408, 409, 425, 429}  # of 4xx: not about the request's content
+_NOT_THE_REQUEST = {401, 402, 403, 408, 409, 425, 429}  # 4xx codes that do not concern the request's content
 _THE_REQUEST = re.compile(r"(?<!Connect)(?<!Connection)(?<!Pool)Timeout|JSON|Decod|Finish|[Vv]alid")  # class names
 
 

@@ -7,7 +7,7 @@ Not promised: that every failure is an InnerError; our own bugs keep their type 
 
 
 class InnerError(RuntimeError):
-    """A setting or file of the user cannot work. The message says which, the value found, what to do next."""
+    """A setting or file of the user cannot work. The message names it, the value found, and the next thing to do."""
 
 
 class SandboxMissing(InnerError):

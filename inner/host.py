@@ -1,8 +1,8 @@
-"""An inner loop reports failures of the user's code, and its waits, to the replica that drives it.
+"""Defines how an inner loop reports failures of the user's code, and its waits, to the replica that drives it.
 
     inner loop ── note("reward failed: 429 (64 of 64 completions, try 2 of 4)") ──▶ heartbeat ──▶ `diloco status`
                ── emit("reward_failed", …) ──▶ log                └ shows the watchdog that the process does not hang
-               ◀─ owner: (run, slot, generation)   what this loop rents is labelled with it
+               ◀─ owner: (run, slot, generation)   the label of boxes that this loop rents
                ── pause(4.0) ──▶ a wait that ends early if this replica is asked to leave
 
 Not promised: that a replica listens. In a loop that belongs to no run, `emit` only warns, and `pause` only sleeps

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"[-+.\d]+")
 
 
 def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the values to mask: those of 8 characters or more that are not numbers."""
+    """Return the values to mask: secrets of 8 characters or more that are not numbers."""
     named = [value for name, value in environ.items() if _SECRET.search(name)]
     return [value for value in named if len(value) >= 8 and not _NUMBER.fullmatch(value)]
 

@@ -1,4 +1,4 @@
-"""`python -m executors.cli` is the command `diloco`."""
+"""Entry point: `python -m executors.cli` does the same as the command `diloco`."""
 
 import sys
 

@@ -27,9 +27,9 @@ DECLINED = 130
 
 @dataclass(frozen=True)
 class Answer:
-    """data: for programs.   lines: for people.   note: for stderr, afterwards.   sentences: wrap the lines.
+    """The output of a command.   data: for programs.   lines: for people.   note: printed to stderr after the lines.
 
-    An act that has printed its answer itself leaves all of them empty.
+    sentences: whether to wrap the lines.   A command that has printed its output itself leaves all fields empty.
     """
 
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def say(text: str) -> None:
 
 
 def is_agreed(offer: "Quote", yes: bool) -> bool:
-    """Show the costs of a start, and ask the user to accept them."""
+    """Show the costs of a start, and ask the user to accept them; return whether the user accepted."""
     from executors.preflight.quote import ask_agreement
 
     if not offer.free:
@@ -78,7 +78,7 @@ def fit_lines(lines: Iterable[str], out: TextIO) -> list[str]:
 
 
 def wrap_line(line: str, width: int) -> list[str]:
-    """Wrap only between words: a path or command that is longer than the terminal stays whole, to be copied."""
+    """Return the line, wrapped only between words, so that you can copy a path or command longer than the terminal."""
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())] + "  "

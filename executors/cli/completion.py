@@ -21,7 +21,7 @@ from executors.cli.options import SLOTS
 
 @dataclass(frozen=True)
 class Option:
-    """One option.   words: the values that it takes; (): any value."""
+    """One option.   words: the values that the option takes; (): any value."""
 
     flags: tuple[str, ...]
     text: str
@@ -45,7 +45,7 @@ class Verb:
 
 
 def completion_script(verbs: Any, shell: str) -> str:
-    """Return the script for this shell.   verbs: of the parser (argparse's action)."""
+    """Return the completion script for this shell.   verbs: the parser's subparsers (argparse's action)."""
     return SCRIPTS[shell](list(verbs_of(verbs)))
 
 

@@ -1,6 +1,6 @@
-"""A command that failed: whether its error says what to do, and the exit code.
+"""Explains the error of a failed command: its text, its exit code, and whether a traceback is needed.
 
-    an error ──▶ is_expected ──▶ explain_error ──▶ (text, exit code)        any other: its traceback
+    an error ──▶ is_expected ──▶ explain_error ──▶ (text, exit code)        unexpected: Python's traceback
 
 Not promised: that the same command works later; the text says when it may.
 """
@@ -25,8 +25,8 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  A platform without an answer, or a full disk, is not a mistake in the command, which
-    may work later."""
+    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the
+    same command may work later, and the exit code says so."""
     from diloco.process import exitcodes
     from diloco.process.disk import full_disk_words, is_full
     from diloco.views.trackers.tracker import TrackerBusy

@@ -1,4 +1,4 @@
-"""Opens a command's run, and waits a while for a bucket that does not answer.
+"""Opens the run that a command names, and waits a while for a bucket that does not answer.
 
     503, time-out, no route  ──▶ repeated for PATIENCE_S ──▶ StoreUnclear or GaveUp: exit code 75, try again later
     403, no such bucket      ──▶ raised at once: only the user can repair it
@@ -6,7 +6,7 @@
 Users type the first URL of a run that was founded again.  A view finds the present URL with its first requests
 (diloco/runlog/opening.py); all other commands call `present_url`.
 
-Not promised: that the bucket answers later requests; each request is repeated as long.
+Not promised: that the bucket answers later requests; each later request is repeated for PATIENCE_S, too.
 """
 
 import shlex
@@ -81,7 +81,7 @@ def reach_store(url: str) -> "Store":
 
 
 def patient_store(store: "Store") -> "Store":
-    """Return the store with retries.  A folder of this machine needs none, and its own errors say more."""
+    """Return the store with retries.  A local folder gets no retries: its own errors say more than a time-out."""
     if getattr(store, "near", False):
         return store
     from rendezvous.store import PatientStore
@@ -90,7 +90,7 @@ def patient_store(store: "Store") -> "Store":
 
 
 def finished_words(store: "Store", url: str, steps: int | None = None) -> str:
-    """Return the message for a run that has all its outer steps; "" for other runs, and if other `steps` are wanted."""
+    """Return the message for a run that has all its outer steps; "" for other runs, or if you ask for other `steps`."""
     from diloco.run.founding import is_finished
     from rendezvous.agreement.membership import read_control
 

@@ -1,7 +1,7 @@
 """The parts of every verb: its parser, its act, its options.
 
     add_run_verb(verbs, "logs", "what a replica prints", _logs) ──▶ RUN, --json, args.act = _logs
-    args.run    RUN: an existing run            args.url    --run URL: of a run to found or resume
+    args.run    RUN: an existing run            args.url    --run URL: a run to create or resume
 
 Not promised: checks of a word's form (typed.py), or that a named thing exists: the act checks that.
 """
@@ -15,7 +15,7 @@ from executors.cli.answers import Act, say
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-TYPES = (  # of executors/cli/typed.py, by name: type="count"
+TYPES = (  # names of converters in executors/cli/typed.py, for example type="count"
     "actors", "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
 )  # fmt: skip
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 the same again later goes on; `diloco --help` lists all"
@@ -45,11 +45,11 @@ def add_run_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.Argumen
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG, and --set, which replaces single settings."""
     parser.add_argument("config", metavar="CONFIG", help="the run.toml")
-    again(parser, "--set", default=[], metavar="NAME=VALUE", help="in the place of CONFIG's: inner.lr=2e-6")
+    again(parser, "--set", default=[], metavar="NAME=VALUE", help="override a setting of CONFIG, e.g. inner.lr=2e-6")
 
 
 def read_config(args: argparse.Namespace) -> "RunConfig":
-    """Read the config, and gather its data here: fetch data from the Hub, and join several files into one."""
+    """Read the config, and gather its data on this machine: fetch data from the Hub, join several files into one."""
     from diloco.run.config import load_config
 
     config = load_config(args.config, args.set)
@@ -73,7 +73,7 @@ def again(parser: Any, *names: str, **more: Any) -> argparse.Action:
     return parser.add_argument(*names, action="append", **more)
 
 
-SLOTS = "{slots of the run}"  # stands for slots, which completion.py reads from the run
+SLOTS = "{slots of the run}"  # a placeholder; completion.py replaces it by the run's slots
 
 
 def offer(action: argparse.Action, *words: str) -> None:

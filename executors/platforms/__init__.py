@@ -1,4 +1,4 @@
-"""The platforms of replicas: one protocol (base), one base class (executor, platform), a module or folder each.
+"""The platforms on which replicas run: a protocol (base), a base class (executor, platform), a module per platform.
 
 A new platform needs a line in EXECUTORS, and one in FAR if its machines cannot see this one's files.
 """

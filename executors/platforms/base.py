@@ -93,8 +93,8 @@ class ReplicaSpec(Plain):
     kwargs: if given, the call is function(**kwargs), and its return value is the result.
     env: environment variables; set before heavy imports only if `fresh`.   fresh: start a new interpreter.
     gpu: the platform's names of GPUs, in order of preference; (): CPU only.   secrets: names, never values.
-    timeout_s: longest run time (0: the executor's limit); the process leaves by itself before it is over.
-    lease_s: the process also leaves if its launcher has not renewed its lease for so long (short_form.py); 0: no lease.
+    timeout_s: longest run time (0: the executor's limit); the process ends by itself before that time is over.
+    lease_s: the process also ends if its launcher has not renewed its lease for lease_s (short_form.py); 0: no lease.
     """
 
     run: str
@@ -112,7 +112,7 @@ class ReplicaSpec(Plain):
 
 
 def _is_id(native: str) -> bool:
-    """Whether an id is empty, or is a word that no command takes for an option."""
+    """Whether an id is empty, or is a word that no command line would parse as an option."""
     return re.fullmatch(r"|[A-Za-z0-9][\w.:/-]*", native, re.ASCII) is not None
 
 
@@ -143,7 +143,7 @@ class Handle(Plain):
 
     @property
     def place(self) -> str:
-        """The host that its claim and heartbeats name if it runs on a platform (container.py), else ""."""
+        """The host name in the process's claim and heartbeats if it runs on a platform (container.py), else ""."""
         return f"{self.executor}/{self.slot}.{self.attempt}" if self.native else ""
 
 
@@ -151,7 +151,7 @@ class Handle(Plain):
 class Status(Plain):
     """An executor's present knowledge about a process.  exit_code: negative for a signal, None if unknown.
 
-    stale: the platform gave no news; this is the status known before.   trouble: why.   refused: access was denied.
+    stale: the platform did not answer; this is an earlier status.   trouble: the reason.   refused: access was denied.
     began_at, ended_at: Unix times between which the platform ran an ended process; 0 if the platform does not say.
     """
 
@@ -167,7 +167,7 @@ class Status(Plain):
 
 
 def unanswered(known: Status, why: Exception | str) -> Status:
-    """Return the known status, marked as stale, with the reason why there is no news."""
+    """Return the known status, marked as stale, with the reason why the platform did not answer."""
     return replace(known, stale=True, trouble=str(why), refused=isinstance(why, Refused))
 
 
@@ -229,15 +229,15 @@ class ServerlessExecutor(Protocol):
 
     @abstractmethod
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
-        """Return the status of each process; never blocks, and never raises for a dead process."""
+        """Return the status of each process; do not wait for processes to end, and do not raise for a dead process."""
 
     @abstractmethod
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        """Ask the processes to leave, and return at once.  A later poll kills those that remain after `grace_s`."""
+        """Ask the processes to end, and return at once.  After `grace_s`, a poll kills processes that still run."""
 
     @abstractmethod
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        """Wait for all; return results in the order of handles.  After `timeout` s some may say "still running"."""
+        """Wait for all processes; return results in the order of handles, after `timeout` s maybe "still running"."""
 
     @abstractmethod
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
@@ -268,10 +268,10 @@ class FleetExecutor(ServerlessExecutor, Protocol):
 
     @abstractmethod
     def find(self, run: str) -> list[Handle]:
-        """Find the newest process of each slot of a run, only from durable data."""
+        """Find the newest process of each slot of a run, from durable data alone, not from this executor's memory."""
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Note specs of later launches, so that the next launch also prepares for them (Modal)."""
+        """Note specs of later launches, so that the next launch also prepares for them (only Modal needs this)."""
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
         """Start a run's supervisor on small hardware; without spec.timeout_s its limit is the platform's longest.

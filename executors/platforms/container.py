@@ -47,8 +47,8 @@ PIECE = 4000  # characters of that JSON in one line
 TAIL = 12
 CRASHED = 1
 FOREVER_S = 1e9
-PATIENCE_S = 30.0  # for a store that does not answer the first request
-GRACE_S = 12.0  # platforms kill about fifteen seconds after they ask to leave
+PATIENCE_S = 30.0  # seconds to wait for a store that does not answer the first request
+GRACE_S = 12.0  # less than the fifteen seconds or so between a platform's SIGTERM and its SIGKILL
 MARGIN, MARGIN_MOST_S = 0.1, 180.0  # part of the time limit that is left for a last offer, and its maximum
 
 
@@ -80,7 +80,7 @@ def _run_timed(
 
 
 class LauncherWord:
-    """A launcher's lease, read again after every quarter of lease_s.   until: see run_replica; None: no lease."""
+    """A launcher's lease, read again after each quarter of lease_s.   until: as of `run_replica`; None: no lease."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
@@ -174,7 +174,7 @@ class Child:
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord, late_grace_s: float) -> int:
         """Wait for the child; return its exit code.  After `seconds`, ask it to leave; if it does, return RESUME.
 
-        late_grace_s: seconds that it may then take.
+        late_grace_s: seconds that the child may take to leave after that request.
 
         The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
         kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.
@@ -186,7 +186,7 @@ class Child:
                 with suppress(subprocess.TimeoutExpired):
                     return self._process.wait(lease.look_s)
                 if lease.is_over:
-                    self.why = "its launcher has said nothing for a whole lease; it leaves rather than being billed"
+                    self.why = "its launcher has not renewed the lease in time; it leaves rather than being billed"
                     print(self.why, file=sys.stderr, flush=True)
                     self.leave(grace_s)
                     return exitcodes.LEFT
@@ -219,7 +219,7 @@ class Child:
             return None
 
     def _pass_on(self) -> None:
-        """Read all output and print it.  Read on if printing fails: a child whose pipe is full stops."""
+        """Read all output and print it.  Read on even if printing fails, because a full pipe stops the child."""
         assert self._process is not None and self._process.stdout is not None
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
@@ -250,9 +250,9 @@ def _signals_held() -> Generator[None]:
 
 
 def why_unreachable(run: str, patience_s: float = PATIENCE_S) -> tuple[int, str] | None:
-    """Return (exit code, why) if a replica here cannot use the run's store, else None.
+    """Return (exit code, reason) if a replica in this container cannot use the run's store, else None.
 
-    The user must repair a refusal (USER_ERROR).  No answer for `patience_s` is CRASHED: the next start may succeed.
+    A refusal is a USER_ERROR: the user must repair it.  No answer for `patience_s` is CRASHED: a new start may succeed.
     """
     from rendezvous import layout
     from rendezvous.clock import SystemClock
@@ -317,7 +317,7 @@ def main(argv: list[str]) -> int:
     mark_run(spec.run)
     print(f"{STARTED}{spec.slot}.{spec.attempt}", flush=True)
     lease = LauncherWord(spec.lease_s, load_name(argv[2]) if spec.lease_s and argv[2:] else None)
-    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # its end counts, also after an interruption
+    end, _ = _run_timed(spec, argv[1], GRACE_S, lease)  # even after an interruption, report the child's end
     print("\n".join(end_lines(end)), flush=True)
     return end["exit_code"] if end["exit_code"] >= 0 else 128 - end["exit_code"]
 
@@ -334,9 +334,9 @@ def _time_left(spec: ReplicaSpec, began: float) -> float | None:
 
 
 def _late_grace_s(spec: ReplicaSpec, grace_s: float) -> float:
-    """Return how long the child may take to leave near the time limit: a replica needs an inner step and an upload.
+    """Return the seconds that a child gets to leave near the time limit: a replica ends an inner step and uploads.
 
-    A supervisor needs the rest of the margin to start the next one.
+    A supervisor gets only `grace_s`, because starting the next supervisor takes the rest of the margin.
     """
     return max(grace_s, _margin_s(spec) - grace_s) if spec.entrypoint == REPLICA else grace_s
 

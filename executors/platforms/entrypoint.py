@@ -4,7 +4,7 @@
     stem.log      stdout and stderr
     stem.result   the function's return value JSON, only for entry points called with keywords
     stem.exit     pid, start, exit code       written last, by the process that reaped it
-    stem.launchers  "PID:START" per line      short form only: the process leaves when all of these have ended
+    stem.launchers  "PID:START" per line      short form only: the process ends once all these launchers have ended
 
 A fresh interpreter runs START, with the request as JSON; the fork server calls `run_process` directly.  The
 process file stem.json makes a launch happen once: if two launchers start the same (slot, attempt), the process
@@ -33,7 +33,7 @@ from executors.platforms.machine import gpu
 from rendezvous.layout import is_actor
 
 LAUNCHERS = ".launchers"
-LOOK_S, GRACE_S = 1.0, 15.0  # between two looks for its launchers; from SIGTERM to SIGKILL
+LOOK_S, GRACE_S = 1.0, 15.0  # seconds between two looks at the launchers; seconds from SIGTERM to SIGKILL
 START = "import sys; from executors.platforms.entrypoint import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -59,7 +59,7 @@ def settle(request: Mapping[str, Any]) -> bool:
     os.environ.update(request["env"])
     if cores := request.get("cores"):
         os.sched_setaffinity(0, cores)
-    if is_actor(request["slot"]):  # it takes what the replicas of this machine leave: a round waits for replicas alone
+    if is_actor(request["slot"]):  # lower priority: outer steps wait for replicas, never for actors
         os.nice(10)
     mark_run(request["run"])  # before the process file says that we are here
     log = open_own(request["files"] + ".log", APPENDED)
@@ -100,7 +100,7 @@ def leave_with(launchers: str) -> None:
 def run(request: Mapping[str, Any]) -> int:
     """Call the entry point; return the exit code.  A crash leaves its traceback in the log."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # into a file or a pipe too: a reader may follow the log
+        sys.stdout.reconfigure(line_buffering=True)  # also into a file or pipe: you may follow the log
     try:
         return _call_entrypoint(request)
     except SystemExit as leave:
@@ -126,7 +126,7 @@ def _call_entrypoint(request: Mapping[str, Any]) -> int:
 
 
 def _without_gpu(asked: Sequence[str]) -> int:
-    """Return the exit code for a replica whose GPU is missing, else 0.  Store the device's name for its journal."""
+    """Return an exit code if the requested GPU is missing, else 0.  Store the device's name for the replica's log."""
     build = gpu.torch_build()
     driver = gpu.driver_here()
     os.environ[DEVICE_ENV] = gpu.device_name(build, driver)
@@ -147,7 +147,7 @@ def _exit_code(code: object) -> int:
 
 
 def write_end(stem: str, pid: int, started: int, code: int) -> None:
-    """Write the exit code, unless another process runs this launch."""
+    """Write the exit code, unless the process file belongs to another process."""
     card = read_json(f"{stem}.json") or {}
     if (card.get("pid"), card.get("started")) == (pid, started):
         write_json(f"{stem}.exit", {"pid": pid, "started": started, "code": code})

@@ -6,10 +6,10 @@
     collect         ─▶ poll until all have ended           then read_value(handle), or the last lines of its log
     logs, follow    ─▶ read_log(handle, tail)              each line once, also after a dropped connection
     find            ─▶ discover(run)                       the newest process of each slot
-    orphans, sweep  ─▶ alive(run)                          on a platform that labels its processes
+    orphans, sweep  ─▶ alive(run)                          only on a platform that labels its processes
 
-A platform is a subclass that implements the methods on the right (platform.py).  It stores what it needs to reach its
-service; the status of processes is stored here.  It is a subclass, not a member, because users write its constructor,
+A platform is a subclass that implements the methods on the right (platform.py).  The subclass stores its connection;
+this base class stores the status of processes.  We chose a subclass, not a member, because users call its constructor,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
 Several threads may use one executor.  Its requests run one after the other (`in_turn`), except waiting, reading
@@ -45,7 +45,7 @@ from rendezvous.clock import Clock, SystemClock
 if TYPE_CHECKING:
     from executors.platforms.short_form import Leash
 
-GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: for processes to leave, and for polls to see that they did
+GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: seconds for processes to leave, and to wait for their ends
 TAIL = 12  # lines of a failed process's log that its result shows
 Launch = tuple[str, str, int]
 P = ParamSpec("P")
@@ -74,7 +74,7 @@ class Executor(Platform, FleetExecutor, ABC):
         self._known: dict[Hashable, Status] = {}  # the last answer about each process
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
-        self._functions: set[Handle] = set()  # called with keywords: their exit codes are not ours (exitcodes.py)
+        self._functions: set[Handle] = set()  # called with keywords: exit codes without our meanings (exitcodes.py)
         self._leash: Leash | None = None  # the launcher's lease, if a launch has one
 
     # ------------------------------------------------------------------ starting
@@ -99,7 +99,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
-        """Launch specs.  Skip a launch that has a process already; try a failed launch again."""
+        """Launch specs.  Skip a launch whose process exists already; repeat a launch that failed before."""
         new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):
@@ -178,7 +178,7 @@ class Executor(Platform, FleetExecutor, ABC):
         if status.state is State.SUCCEEDED:
             return replace(result, value=self.read_value(status.handle))
         if status.state.ended:
-            with suppress(ExecutorError):  # its end is known; its last lines are optional
+            with suppress(ExecutorError):  # the log is optional: the end is known without it
                 return replace(result, tail=tuple(self.logs(status.handle, TAIL)))
         return result
 
@@ -228,7 +228,7 @@ class Executor(Platform, FleetExecutor, ABC):
         self._enforce_deadlines()
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether the process may still run, as far as is known here."""
+        """Whether the process may still run, according to its last known status."""
         return self.is_started(handle) and not self.has_ended(handle)
 
     def _enforce_deadlines(self) -> None:
@@ -277,7 +277,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def close(self) -> None:
-        """Release resources.  Runs without a name are removed from the platform if all their processes have ended."""
+        """Release resources.  Remove unnamed runs from the platform if all their processes have ended."""
         if self._leash is not None:
             self._leash.let_go()
         for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:

@@ -1,4 +1,4 @@
-"""Several executors as one: launches are routed by slot, all other calls by handle.
+"""Combines several executors into one: it routes launches by slot, and all other calls by handle.
 
     launch r00 ──▶ the executor of r00's place          poll, cancel, logs of a handle ──▶ the executor that has it
 
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class Mixed(FleetExecutor):
-    """Several executors as one.   executors: one per place, in the same order; one may occur twice.
+    """Several executors as one.   executors: one per place, in the same order; an executor may occur twice.
 
     place_index(slot): the position of the slot's place.
-    others: executors that launch nothing, for processes that they launched earlier.
+    others: executors of former places: they launch nothing new, but still have processes.
     """
 
     name = "mixed"
@@ -100,7 +100,7 @@ class Mixed(FleetExecutor):
     def _none_of(self, executor: FleetExecutor, specs: list[ReplicaSpec], error: ExecutorError) -> list[Handle]:
         """Return handles for the specs of a place that raised, while other places could launch.
 
-        They are LOST, and not FAILED, if the error says nothing about the specs.
+        The handles are LOST, and not FAILED, if the error does not blame the specs.
         """
         state = State.LOST if isinstance(error, Unavailable | Refused) else State.FAILED
         handles = [
@@ -183,8 +183,8 @@ class Mixed(FleetExecutor):
     def _ask_all(self, ask: Callable[[FleetExecutor], Iterable[T]], *, strict: bool = False) -> list[T]:
         """Ask all executors, and only then raise the first error.
 
-        strict: also that of a former place.  Else the answer lacks what is there, with a warning: nothing is launched
-        there any more, and the run's log names what was launched.
+        strict: raise errors of former places, too.  Else warn, and leave out their processes: a former place gets no
+        new launches, and the run's log names its earlier launches.
         """
         found, errors = list[T](), list[ExecutorError]()
         for executor in self._all:

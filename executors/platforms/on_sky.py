@@ -47,8 +47,8 @@ NAME = "sky"
 MOUNT = "/tmp/diloco-code"
 PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's prefix of a job's log lines
 END_LINES = 64
-LISTED_S = 30.0  # age at which the list of all jobs is asked for again
-# Without this list, the answer has no reasons.
+LISTED_S = 30.0  # seconds after which the list of all jobs is requested again
+# The fields to request: without this list, SkyPilot's answer has no reasons of failures.
 FIELDS = ("job_id", "job_name", "status", "failure_reason", "details", "recovery_count")
 REFUSALS = (
     "ApiServerAuthenticationError", "PermissionDeniedError", "NoWorkspaceAccessError", "NoCloudAccessError",
@@ -189,7 +189,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status each, from one request for all jobs and one for the log of each failed job."""
+        """Return a status per handle, from one request for all jobs, and one for the log of each failed job."""
         jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
@@ -218,7 +218,7 @@ class SkyExecutor(Executor):
         return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
-        """Return all jobs by name; of two jobs with one name (after a lost answer) the older one counts."""
+        """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older one."""
         self._listed_at = self._clock.now()
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}
@@ -237,7 +237,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """Cancel, and wait for the answer, because the server may accept the request and fail later."""
+        """Cancel the jobs, and wait for the answer, because the server may accept a request and fail later."""
         with suppress(NoController):  # without a controller there are no jobs
             names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
             ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]
@@ -255,13 +255,13 @@ class SkyExecutor(Executor):
         return sorted(self._handles_of(run, self._newest_by_name().values()), key=lambda handle: handle.attempt)
 
     def _handles_of(self, run: str, jobs: Iterable[SkyJob]) -> list[Handle]:
-        """Return handles of the jobs that are this run's by their names."""
+        """Return handles of the jobs whose names show that they belong to this run."""
         named = [(re.fullmatch(rf"diloco-{run_digest(run, 8)}-(\w+)-(\d+)", job.name), job) for job in jobs]
         return [self._handle_for(run, found[1], int(found[2]), job) for found, job in named if found]
 
 
 class NoController(ExecutorError):
-    """SkyPilot's jobs controller is not up: no job was ever launched, or all are gone."""
+    """SkyPilot's jobs controller does not run: no job was ever launched, or all jobs are gone."""
 
 
 def wait_for_answer(request: Callable[[], Any]) -> Any:

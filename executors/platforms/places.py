@@ -3,7 +3,7 @@
     places  [{"executor": "modal", "count": 2, "gpu": ["H100"]}, {"executor": "local"}]
               r00, r01 ──▶ modal                  r02, r03, … ──▶ local          a00, … ──▶ places with "actors": true
 
-    build_executor(places) ──▶ the executor of the only place, or a Mixed of several (mixed.py)
+    build_executor(places) ──▶ the executor of a single place, or one Mixed executor for several (mixed.py)
 
 Places get slots in their order; the last place gets all remaining slots.  Actors (diloco/actor/) have places of
 their own.  The run's control records list the places, so that any machine's supervisor can rebuild the executors.
@@ -34,7 +34,7 @@ PRELOAD = (
 class Place(Plain):
     """A platform with its settings, and the number of a run's slots there.
 
-    count: number of slots (0: all that are left).   gpu, timeout_s, secrets, env: of each replica (ReplicaSpec).
+    count: number of slots (0: all remaining slots).   gpu, timeout_s, secrets, env: for each replica (ReplicaSpec).
     options: arguments of the executor: image, region, namespace, …
     lease: whether rented replicas leave when the run has had no supervisor for half an hour.
     actors: whether actors run there, and no replicas.
@@ -52,7 +52,7 @@ class Place(Plain):
 
     @property
     def maker(self) -> tuple[str, str]:
-        """A key of the executor: places with equal keys share one."""
+        """A key that identifies the executor: places with equal keys share one executor."""
         return self.executor, repr(sorted(self.options.items()))
 
     @property
@@ -61,11 +61,11 @@ class Place(Plain):
         if self.executor != "local":
             return max(map(devices_of, self.gpu), default=1)
         asked = self.options.get("devices", 1)
-        return asked if isinstance(asked, int) else 1  # else the executor refuses it
+        return asked if isinstance(asked, int) else 1  # the executor's constructor refuses another type
 
 
 def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
-    """Return the places of a control record; without one for replicas, they run on this machine.
+    """Return the places of a control record; if it has no place for replicas, add this machine as their place.
 
     Raise ExecutorError for an invalid place, because any writer of the bucket may have written the record.
     """
@@ -74,7 +74,7 @@ def places_of(raw: Iterable[Place | Mapping[str, Any]]) -> tuple[Place, ...]:
 
 
 def former_places(raw: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
-    """Return a run's earlier places, without invalid ones, because no replica is launched there any more."""
+    """Return a run's earlier places.  Skip invalid places: no replica is launched at an earlier place any more."""
     found: list[Place] = []
     for one in raw:
         with suppress(ExecutorError):
@@ -103,7 +103,7 @@ def checked_place(raw: Place | Mapping[str, Any]) -> Place:
 
 
 def place_of(places: Sequence[Place], slot: str) -> Place:
-    """Return the place of a slot or an actor.  The publisher, which is neither, belongs to the first place."""
+    """Return the place of a slot or an actor.  The model's publisher, which has no slot, runs at the first place."""
     if not layout.is_member(slot):
         return places[0]
     index, actor = int(slot[1:]), layout.is_actor(slot)

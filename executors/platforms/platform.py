@@ -3,14 +3,14 @@
     submit(specs) ─▶ handles      observe(handles) ─▶ statuses      stop(handles)      read_log(handle) ─▶ lines
     discover(run) ─▶ handles      plan_line(spec) ─▶ words
 
-Every platform implements these six.  The other methods have defaults that fit most platforms.
+Every platform implements these six methods.  The other methods have defaults that fit most platforms.
 
     room_for(folder), launches_wait("…") ──▶ Unavailable     a full disk: a process without room would die; launch later
 
     class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a complete example
 
-Not promised: an order between calls of the methods, except that a process was submitted, here or by another launcher,
-before the other methods get its handle.
+Not promised: an order of calls, except one: a launcher has submitted a process (this one or another) before the other
+methods get the process's handle.
 """
 
 import os
@@ -31,12 +31,12 @@ from rendezvous.records.schema import from_json
 if TYPE_CHECKING:
     from executors.platforms.machine.logfile import LogFile
 
-CARD = b" " * 4096  # a process file and the first lines of its log
+CARD = b" " * 4096  # as large as a process file and the first lines of its log; `room_for` tries to write this
 
 
 @dataclass(frozen=True)
 class NotStarted:
-    """The reason why a spec has no process.   state: LOST if it is not the spec: no answer, no access, a limit."""
+    """The reason why a spec has no process.   state: LOST if the spec is not at fault (no answer, access, capacity)."""
 
     reason: str
     state: State = State.FAILED
@@ -48,7 +48,7 @@ class Platform(ABC):
     first_state: the state of a process before the platform's first answer about it.
     pause_s: longest pause between two polls of `collect`, or two reads of `follow`.
     id_form: a regular expression for the platform's ids; any other text is not an id there.
-    own_grace: the platform itself kills some time after it has asked; `stop` is called once per cancellation.
+    own_grace: the platform itself kills a process some time after asking it, so `stop` is called only once.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Platform(ABC):
 
     @abstractmethod
     def discover(self, run: str) -> Iterable[Handle]:
-        """Find the processes of a run, only from durable data; of each slot the best one comes last."""
+        """Find the processes of a run, from durable data alone; of each slot's processes, the best comes last."""
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Return the lines that the process printed, or at least the last `tail` of them."""
@@ -101,7 +101,7 @@ class Platform(ABC):
         return None
 
     def fault_of(self, spec: ReplicaSpec) -> str:
-        """Return why this spec cannot be started, or "".  Raise ExecutorError if no spec of this launch can."""
+        """Return why this spec cannot be started, or "".  Raise ExecutorError if no spec of the launch can start."""
         return ""
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
@@ -113,7 +113,7 @@ class Platform(ABC):
         return ()
 
     def nameless_run(self) -> str:
-        """Return a URL for a new run in the short form; "" for one of the usual form."""
+        """Return a URL for an unnamed run in the short form; "" to let the base class make the usual URL."""
         return ""
 
     def new_handle(self, spec: ReplicaSpec) -> Handle:
@@ -121,7 +121,7 @@ class Platform(ABC):
         return Handle(spec.run, spec.slot, spec.attempt, self.name)
 
     def is_ours(self, handle: Handle) -> bool:
-        """Whether the handle is of this platform; one from a log may be of any platform."""
+        """Whether the handle belongs to this platform; a handle from a log may belong to any platform."""
         return handle.executor == self.name
 
     def is_started(self, handle: Handle) -> bool:
@@ -129,7 +129,7 @@ class Platform(ABC):
         return bool(handle.native)
 
     def memory_key(self, handle: Handle) -> Hashable:
-        """Return the key of its last status in memory: the handle, or the launch if a handle stands for its launch."""
+        """Return the key of the handle's last status: the handle, or its launch if several jobs may run one launch."""
         return handle
 
     def read_value(self, handle: Handle) -> Any:
@@ -159,13 +159,13 @@ def answer_or_error(ask: Callable[[], Status]) -> Status | ExecutorError:
 
 
 def launches_named(run: str, platform: str, names: Iterable[str]) -> list[Handle]:
-    """Return handles for files' names: "r00.1" -> slot r00, attempt 1; other names are left out."""
+    """Return a handle for each file name such as "r00.1" (slot r00, attempt 1); skip other names."""
     parts = [name.rpartition(".") for name in names]
     return [Handle(run, slot, int(n), platform) for slot, _, n in parts if n.isascii() and n.isdecimal()]
 
 
 def read_card(file: str | Path, known: Handle, files: str) -> Handle | None:
-    """Read the handle in a launch's file; None without a valid one.  Run, slot and attempt are those of `known`."""
+    """Read the handle in a launch's file; None if it has no valid handle.  Take run, slot and attempt from `known`."""
     try:
         card = from_json(Handle, read_json(file))
     except ValueError:
@@ -202,6 +202,6 @@ def launches_wait(what: str) -> Iterator[None]:
 
 
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
-    """Return the error that says why nothing is launched now.   folder: the full one, if `error` names no file."""
+    """Return an error for a launch without disk space.   folder: the folder without space, if `error` names no file."""
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
     return Unavailable(f"{words}. Free some space. Until then, no replica is started; running replicas go on")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LEASE_S = 1800.0
 FIRST_PAUSE_S = 0.02
-LOOKS = 4  # renewals in one lease
+LOOKS = 4  # renewals within the time of one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
@@ -77,9 +77,9 @@ def rank_specs(
 ) -> list[ReplicaSpec]:
     """Return specs for the short form, one for each rank.   Raises ExecutorError.
 
-    name: of the executor, for a run without a URL.   entrypoint_args: keywords for all ranks, or a list with one dict
-    each.   run: a name ("": a new one); an earlier name returns its processes.   lease: processes leave half an hour
-    after this process has died, on this machine at once (SkyPilot: never).
+    name: the executor's name, for a run without a URL.   entrypoint_args: keywords for all ranks, or a list of one
+    dict per rank.   run: a name ("": a new run); an earlier name returns that run's processes.   lease: processes end
+    half an hour after this process has died, on this machine at once (SkyPilot: never).
     """
     try:
         each = arguments_per_rank(entrypoint_args, n_replicas)
@@ -105,8 +105,8 @@ class Leash:
         self._thread: threading.Thread | None = None
 
     def begin(self, specs: Sequence[ReplicaSpec], lease_s: float) -> bool:
-        """Write the lease before the start; return whether the platform supports leases.  Warn if not."""
-        with suppress(OSError):  # the disk takes no file: `submit` reports why
+        """Write the lease before the start; return whether the platform supports leases, and warn if it does not."""
+        with suppress(OSError):  # the disk is full: `submit` reports that
             if self._platform.renew([self._platform.new_handle(s) for s in specs], self._clock.wall() + lease_s):
                 return True
             words = (
@@ -129,7 +129,7 @@ class Leash:
         while not self._over.wait(lease_s / LOOKS):
             try:
                 self._platform.renew(list(self._handles), self._clock.wall() + lease_s)
-            except Exception as error:  # of any client: the next renewals come before the lease is over
+            except Exception as error:  # of any SDK; the next renewal comes before the lease ends
                 print(f"warning: the launcher's lease was not renewed: {error}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """A started process with a time limit: it is asked to leave before the limit, and is ended by force at it.
 
-    MARGIN of the time ─▶ SIGTERM: a replica offers its work, and leaves        all of it ─▶ exit code RESUME
+    MARGIN of the time ─▶ SIGTERM: a replica offers its work, and ends        the full time ─▶ exit code RESUME
 
 Not promised: the same end for all replicas of a fleet; their limits are spread (staggered_s).
 """
@@ -14,14 +14,14 @@ from collections.abc import Callable
 from diloco.process import exitcodes
 from rendezvous.layout import is_slot, slot_index
 
-STAGGER, GOLDEN = 0.1, 0.6180339887498949  # part of the limit over which the ends are spread; see staggered_s
+STAGGER, GOLDEN = 0.1, 0.6180339887498949  # fraction of the limit over which ends are spread; both for staggered_s
 
 
-MARGIN = 0.9  # part of its time after which it is asked to leave: the rest is for a last offer
+MARGIN = 0.9  # fraction of the time after which the process is asked to leave; the rest is for a last offer
 
 
 def staggered_s(timeout_s: float, slot: str) -> float:
-    """Return one slot's time limit in seconds, up to a tenth below the common limit of all replicas.
+    """Return one slot's time limit in seconds: the common limit of all replicas, less up to a tenth.
 
         slot i ends at  timeout_s · (1 - STAGGER · frac(i · golden ratio))
 
@@ -33,7 +33,7 @@ def staggered_s(timeout_s: float, slot: str) -> float:
 
 
 def run_in_time(run: Callable[[], int], seconds: float) -> int:
-    """Do `run`; ask it to leave after MARGIN of the time, and end this process by force after `seconds`."""
+    """Call `run`; after MARGIN of the time send SIGTERM to this process, and after `seconds` end it by force."""
     late = threading.Event()
 
     def ask() -> None:

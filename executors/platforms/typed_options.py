@@ -1,9 +1,9 @@
-"""Makes an executor with options as a user typed them; an unknown option, or one of the wrong type, is named.
+"""Makes an executor from options that a user typed; the error names an unknown option, or a value of the wrong type.
 
     {"regoin": "us"}   ──▶ ExecutorError: local takes no option regoin; it takes …
     {"cores": "abc"}   ──▶ ExecutorError: modal cannot use --option cores='abc': 'abc', not a number
 
-Not promised: a check of options that are no numbers; the executor's constructor may refuse them, or a later request.
+Not promised: a check of options that are not numbers; the executor's constructor or a later request may refuse them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ NUMBERS = (int, float, float | None)
 
 
 def make_with(kind: Callable[..., Any], options: Mapping[str, Any], name: str, typed: Mapping[str, Any]) -> Any:
-    """Return kind(**options).   Raise ExecutorError for an option that it cannot have.   typed: the user's options."""
+    """Return kind(**options).   Raise ExecutorError for an option that `kind` does not take.   typed: the user's."""
     takes = signature(kind).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if not anything and (wrong := sorted(options.keys() - takes.keys())):

@@ -1,4 +1,4 @@
-"""Checks on your machine, before a run is founded or paid for, whether this config can run in these places.
+"""Checks on your machine, before you create or pay for a run, whether a config can run in its places.
 
     config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
@@ -26,9 +26,9 @@ from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 @dataclass(frozen=True)
 class Checked:
-    """The result.   model: folder of the start model's files, if it is on this machine.   notes: unchecked facts.
+    """The result.   model: folder of the start model's files, if they are on this machine.   notes: unchecked facts.
 
-    unreached: the model's name, if a process here must publish it and it could not be checked; else "".
+    unreached: the model's name, if this machine must publish the model but could not reach it; else "".
     """
 
     model: Path | None = None
@@ -37,7 +37,7 @@ class Checked:
 
 
 def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> Checked:
-    """Check a config in its places.   name: of the config file.   url: of the run, or "".
+    """Check a config in its places.   name: the config file's name.   url: the run's URL, or "".
 
     Raise UsageError for the first mistake.
     """
@@ -72,7 +72,7 @@ def _check_files(config: RunConfig) -> None:
 def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
     """Check the places; return notes.   Raises UsageError, InnerError.
 
-    A run on this machine, without settings of its place, can only lack packages; no other check is loaded for it.
+    A run on this machine without options of its place can only lack packages, so no other check is made.
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:
@@ -99,7 +99,7 @@ def _known_model(inner: InnerConfig) -> KnownModel:
 
 
 def _check_trackers(config: RunConfig, name: str) -> None:
-    """Check the trackers here, where the supervisor runs and writes to them, unless a platform runs it."""
+    """Check that this machine can write to the trackers, unless a platform runs the supervisor, which writes there."""
     if not config.log.to:
         return
     from diloco.views.trackers.make import check_tracker

@@ -1,9 +1,9 @@
-"""The words about a mistyped command: one line, with the nearest word.
+"""Explains a mistyped command in one line, with the nearest known word.
 
     diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
     diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
 
-Not promised: that the nearest word is the intended one.
+Not promised: that the nearest word is the word that you meant.
 """
 
 import difflib
@@ -14,7 +14,7 @@ _CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (
 
 
 def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
-    """Return a message about the first word of `unknown`, with the nearest option if it begins like one."""
+    """Return a message about the first word of `unknown`; if the word looks like an option, name the nearest option."""
     first = unknown[0].partition("=")[0]
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"

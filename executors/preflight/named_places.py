@@ -1,4 +1,4 @@
-"""The places that a request names, or the run's own with other settings.
+"""Works out the places of a request: those that it names, or the run's earlier places with new settings.
 
     --executor --place ─▶ names ┐
     the run's places before     ┴─▶ + --gpu --secret --timeout --pip --option ─▶ places
@@ -21,7 +21,7 @@ OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("hardware"
 
 
 def refined_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
-    """Return the places of the request.   before: those that the run had, for a request that names none."""
+    """Return the places of the request.   before: the run's earlier places, used if the request names none."""
     replicas = [place for place in before if not place.get("actors")]
     named = (*_named_places(request, replicas), *_actor_places(request, before))
     _check_words(request, named)
@@ -43,7 +43,7 @@ def _actor_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) 
 
 
 def _check_words(request: "PlaceRequest", named: Sequence[Place]) -> None:
-    """Raise UsageError if an option names an unknown executor, or one that no place has."""
+    """Raise UsageError if an option names an unknown executor, or an executor that no place has."""
     _check_pip(request.pip, named)
     there = {p.executor for p in named}
     if unknown := there.difference(EXECUTORS):

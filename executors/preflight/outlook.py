@@ -1,9 +1,9 @@
-"""The forecast of `diloco plan` for a run that does not exist yet: price, memory, bytes, seconds.
+"""Makes the forecast of `diloco plan`: price, memory, bytes and seconds, also of a run that does not exist yet.
 
     --run URL     desired state and costs from the bucket; a bucket that does not answer is a note, not an error
     no --run      places and budget as typed; the price is the same
 
-Not promised: facts that are only in the bucket (another config, or earlier costs).
+Not promised: facts that only the bucket has (another config, or earlier costs).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOOK_S = 4.0
-SOMEWHERE = "s3://BUCKET/RUN"  # stands for a run that was not named
+SOMEWHERE = "s3://BUCKET/RUN"  # an example URL, if you named no run
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Bucket:
 def look_into_bucket(url: str) -> Bucket:
     """Read the bucket, for LOOK_S at most, because a client without keys or network waits much longer.
 
-    url: of the run, or "".
+    url: the run's URL, or "".
     """
     if not url:
         return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
@@ -69,8 +69,8 @@ def _read_bucket(url: str) -> Bucket:
 
 
 def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int, devices: int = 1) -> list[str]:
-    """Return lines on memory, bytes and seconds.   model: its folder on this machine, or None.   devices: of one
-    replica."""
+    """Return lines on memory, bytes and seconds.   model: the model's folder on this machine, or None.   devices:
+    number of devices per replica."""
     parameters = parameters_within(config, model)
     if parameters is None:
         return [
@@ -84,7 +84,7 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
 
 
 def rate_line(config: RunConfig, replicas: int) -> str:
-    """Return a line with the learning rate of a run with so many replicas."""
+    """Return a line with the learning rate of a run with this number of replicas."""
     inner = config.inner
     factor = lr_factor(inner, 0, replicas) / lr_factor(inner, 0, 1)
     if factor == 1:
@@ -120,7 +120,7 @@ def parameters_within(config: RunConfig, model: "Path | None", seconds: float = 
 
 
 def _within(seconds: float, ask: Callable[[], int]) -> int | None:
-    """Return the answer; None if it takes longer, or if `ask` fails."""
+    """Return the answer of `ask`; None if it takes longer than `seconds`, or fails."""
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(ask).result(seconds)

@@ -1,7 +1,7 @@
 """Finds mistakes in the chosen places: pure functions of config, places and environment.
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
-    vllm_missing    [inner.vllm] where vLLM is not installed, … (needs/vllm_faults.py)
+    vllm_missing    [inner.vllm] in a place without vLLM or a GPU, … (needs/vllm_faults.py)
     few_bits        bitsandbytes will be missing for inner.optimizer = "adamw8bit" or inner.lora.base = "nf4"
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
     keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
@@ -9,7 +9,7 @@
     image_fault     a text that is not an image's name
     options_fault   options of sbatch and SkyPilot (platform_options.py)
 
-Each returns a sentence about a mistake, or "".
+Each function returns a sentence about a mistake, or "".
 
 Not promised: checks of the contents of a Modal secret or an image; notes say so.
 """
@@ -86,8 +86,8 @@ def devices_fault(config: RunConfig, place: Place) -> str:
 
 
 def few_bits(config: RunConfig, place: Place) -> str:
-    """Return a fault if bitsandbytes is needed and would be missing.  An image gets the packages of `--pip`, and those
-    of the project that are installed here."""
+    """Return a fault if bitsandbytes is needed and would be missing.  An image gets the packages of `--pip`, and the
+    project's packages that are installed on this machine."""
     if not (user := bitsandbytes_user(config)):
         return ""
     if place.executor in FAR:
@@ -115,7 +115,7 @@ def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:
 def about_missing(package: str, spelling: str, refused: str, places: Sequence[Place]) -> str:
     """Return a note on a package that the user's code imports and this machine lacks.
 
-    Raise InnerError if replicas lack it, too: an image has the packages installed here and those that an option adds.
+    Raise InnerError if replicas lack it, too: an image has only packages installed here and packages of an option.
     """
     brings = lambda p: p.executor in FAR and (may_bring(p, package) or _named_elsewhere(p))  # noqa: E731
     without = next((p for p in places if not brings(p)), None)
@@ -129,7 +129,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
 
 def _named_elsewhere(place: Place) -> bool:
-    """Whether `--pip` names a package that is not installed here: it may have modules of other names (cv2, sklearn)."""
+    """Whether `--pip` names a package that is not installed here: it may contain modules of any name (cv2, sklearn)."""
     from executors.preflight.needs.task_packages import is_installed, named_packages
 
     return not all(map(is_installed, named_packages(place)))
@@ -143,7 +143,7 @@ def may_bring(place: Place, package: str) -> bool:
 def about_sandbox(spelling: str, refused: str, places: Sequence[Place]) -> list[str]:
     """Return notes for code that runs programs in bubblewrap.   refused: why this machine cannot, or "".
 
-    Raise InnerError for a place that surely cannot: this machine, or an image without bubblewrap.
+    Raise InnerError for a place that surely cannot run it: this machine, or an image without bubblewrap.
     """
     far = [place for place in places if place.executor in FAR]
     if refused and len(far) < len(places):
@@ -178,7 +178,7 @@ def _has_credential(value: object) -> bool:
 
 
 def plain_secret(place: Place) -> str:
-    """Return a fault if a variable looks like a secret: the bucket would show it, as control records have places."""
+    """Return a fault if a variable looks like a secret: control records contain places, so the bucket would show it."""
     if option := next((key for key, value in place.options.items() if key != "env" and _has_credential(value)), ""):
         return (
             f"--{option} of {place.executor} has a token or a password in its text, and the bucket, the job and this "
@@ -196,8 +196,8 @@ def plain_secret(place: Place) -> str:
 
 
 def keys_missing(url: str, place: Place, environ: Mapping[str, str], *, several: bool = False) -> str:
-    """Return a fault if no secret is named for the store's keys.  On Modal any secret counts, because a secret's name
-    is not its variables' names; elsewhere the secrets are the variables.
+    """Return a fault if no secret is named for the store's keys.  On Modal any secret counts, because its name does not
+    tell which variables it holds; elsewhere a secret is the name of a variable.
 
     several: the run has several places, so options name the place: --secret PLACE.NAME.
     """

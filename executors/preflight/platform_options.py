@@ -1,7 +1,7 @@
 """Checks the options of Slurm and SkyPilot with their own clients; a missing client is reported.
 
     slurm   submitit's names for sbatch's options · the partition, as sinfo lists it
-    sky     the arguments of sky.Resources, and SkyPilot's error if it rejects them
+    sky     the arguments of sky.Resources: returns SkyPilot's error if SkyPilot rejects them
 
 Not promised: accounts, QOS and limits of a site; whether a cloud has such a machine.
 """
@@ -36,10 +36,10 @@ def unknown_option(key: str, known: Iterable[str], what: str) -> str:
 
 
 def slurm_fault(options: Mapping[str, Any], ask: Any) -> str:
-    """Return the fault of Slurm's options, or "".   ask(): returns the partitions, None if they are unknown."""
+    """Return the fault of Slurm's options, or "".   ask(): returns the cluster's partitions; None if unknown."""
     known = submitit_names()
     if known is None:
-        return ""  # the executor itself says that submitit is missing
+        return ""  # the executor itself reports that submitit is missing
     for key in options:
         if key not in known and key not in SLURM_OWN:
             unknown = unknown_option(key, {*known, *SLURM_OWN}, "sbatch through submitit")

@@ -1,4 +1,4 @@
-"""The price of a start in words, with its limit.
+"""Describes the price of a start, and the run's limit, in words.
 
 Not promised: the bill; prices are the platform's own list.
 """
@@ -10,7 +10,7 @@ from executors.supervision.costs import Budget
 def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget, running: float = 0.0) -> str:
     """Return the price per hour, the costs so far, and the run's limit.
 
-    usd_per_hour: of this start; None if unknown.   running: US dollars per hour of what runs already, beside it.
+    usd_per_hour: price of this start; None if unknown.   running: US dollars per hour of processes that run already.
     """
     spent = f"{dollars(spent_usd)} spent so far, " if spent_usd else ""
     beside = f", beside {dollars(running)} per hour now" if running else ""

@@ -4,11 +4,11 @@
     --max-usd --max-hours …              ─▶ BudgetRequest ├─▶ StartRequest ─wanted_places, budget_from─▶ places, budget
     --replicas --steps --min-replicas    ─▶ FleetRequest  ┘
     places, budget ──make_offer──▶ lines, price per hour        refused: an error, and nothing was started
-                          └─agree──▶ yes · no · without a terminal to ask: an error
+                          └─agree──▶ yes · no · without a terminal: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
 
-The command line makes the request once, and all other parts read it.  A value that was not typed is None or empty:
-the run's own value counts then, or the config's.
+The command line makes the request once, and all other parts read it.  A value that you did not type is None or empty:
+then the run's value counts, or the config's value for a new run.
 
 Not promised: the bill.  Prices come from the platforms' lists, or a dated table, without storage and traffic.
 """
@@ -40,9 +40,9 @@ from rendezvous.stores.open import open_store
 
 @dataclass(frozen=True)
 class PlaceRequest:
-    """The places of replicas, and of actors (None: as the run had them).
+    """The requested places of replicas, and of actors (None: the run's earlier places).
 
-    options: (key, value), the key perhaps with a place's name before it: modal.region.
+    options: pairs (key, value); a key may begin with a place's name: modal.region.
     """
 
     executor: str = ""
@@ -57,7 +57,7 @@ class PlaceRequest:
 
     @property
     def refines(self) -> bool:
-        """Whether it has settings of places, besides their names."""
+        """Whether the request has settings of places, besides their names."""
         return any((self.gpu, self.secrets, self.timeout_s, self.options, self.pip, self.no_lease))
 
 
@@ -90,9 +90,9 @@ class FleetRequest:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A start.   url: of the run, or "".   alert: a URL, None for no alerts, "" for the environment's.
+    """The request of a start.   url: the run's URL, or "".   alert: a URL; None: no alerts; "": the environment's URL.
 
-    origin: OLD[@STEP], a run from whose model to start.
+    origin: OLD[@STEP], the run and outer step whose model this run starts from.
     """
 
     url: str
@@ -116,7 +116,7 @@ def replicas_in(places: Sequence[Place]) -> int | None:
 
 
 def actors_in(request: PlaceRequest, wanted: Wanted) -> int:
-    """Return the number of actors that the request asks for, else those that the run had before."""
+    """Return the requested number of actors; without a request, the run's earlier number."""
     return wanted.actors if request.actors is None else sum(p.count for p in request.actors)
 
 
@@ -124,7 +124,7 @@ def actors_in(request: PlaceRequest, wanted: Wanted) -> int:
 
 
 def wanted_places(request: PlaceRequest, before: Sequence[Mapping[str, Any]] = ()) -> tuple[Place, ...]:
-    """Return the places of the request, else those that the run had before."""
+    """Return the places of the request; if it names none, the run's earlier places."""
     if not (request.places or request.executor or request.refines or request.actors is not None):
         return places_of(before)
     from executors.preflight.named_places import refined_places
@@ -156,13 +156,13 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 
 
 def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
-    """Return the limits of the request, else those that the run had before."""
+    """Return the limits of the request; for limits that it leaves open, the run's earlier ones."""
     return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(request).items()})
 
 
 @dataclass(frozen=True)
 class Quote:
-    """The effects and the price of a start.   running: US dollars per hour of what runs beside it."""
+    """The effects and the price of a start.   running: US dollars per hour of processes that run already."""
 
     places: tuple[Place, ...]
     plan: LaunchPlan
@@ -191,7 +191,7 @@ class Quote:
 def quote_start(
     asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
 ) -> Quote:
-    """Return the quote of a start.   replicas: used if the request has none.   wanted, spent: None: read the run."""
+    """Return the quote of a start.   replicas: number, if the request has none.   wanted, spent: None: read the run."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):
@@ -231,7 +231,7 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
         )
     executor = build_executor(places)
     try:
-        name = open_store(url, make=False).url  # platforms name jobs by it, however the URL was typed
+        name = open_store(url, make=False).url  # the normal form: platforms name jobs by it
         plan = executor.plan([spec_for(name, place_of(places, slot), slot) for slot in slots])
     finally:
         executor.close()
@@ -265,7 +265,7 @@ def ask_agreement(found: Quote, yes: bool, person: TextIO | None = None) -> bool
 
 
 def yes(question: str, agreed: bool, person: TextIO | None = None) -> bool:
-    """Ask the user a yes/no question; without a terminal the answer is no.   agreed: the user has said yes before."""
+    """Ask the user a yes/no question; without a terminal the answer is no.   agreed: the user has already said yes."""
     return agreed or (_is_terminal(person := person or sys.stdin) and _ask_person(question, person))
 
 

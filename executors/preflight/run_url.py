@@ -2,7 +2,7 @@
 
     runs/mine · file:///an/absolute/path      a folder: processes of machines that share it
     s3:// gs:// az:// hf://buckets/…           a bucket: processes with its keys
-    memory://                                  one process: not for several replicas
+    memory://                                  one process only, so not for a run of several replicas
 
 Not promised: that the bucket answers; the first read shows that.  This module imports stores only when needed.
 """
@@ -17,7 +17,7 @@ _SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…,
 
 
 class UsageError(ValueError):
-    """The command or an option of it is not valid."""
+    """The command or one of its options is not valid."""
 
 
 def shareable_url(url: str) -> str:
@@ -31,7 +31,7 @@ def checked_url(url: str) -> str:
     """Return the URL of a run that this version can open.  Raises UsageError."""
     from rendezvous.stores.open import open_store
 
-    url = str(Path(url).expanduser()) if url.startswith("~") else url  # shells leave that of --run=~/mine
+    url = str(Path(url).expanduser()) if url.startswith("~") else url  # shells do not expand --run=~/mine
     if url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
     try:
@@ -53,7 +53,7 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 
 
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError if a run would be founded in a folder with other files."""
+    """Raise UsageError if the run would be created in a folder that holds other files."""
     folder = Path(url.removeprefix("file://"))
     if not is_folder(url) or (folder / layout.RUN).exists():
         return

@@ -1,14 +1,14 @@
-"""A user's script, as it is sent: the script, what it imports beside it, the files that it names, its packages.
+"""Gathers a user's script for replicas: the script, modules beside it that it imports, files that it names, packages.
 
-    train.py ─▶ compiles? ─▶ meets DiLoCoCallback or make_diloco? ─▶ siblings (imports)      ┐
+    train.py ─▶ compiles? ─▶ uses DiLoCoCallback or make_diloco? ─▶ siblings (imports)       ┐
                                                                     files named in a string  ├─▶ ScriptConfig
                                                                     --file                   ┘
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
-Paths are those of the current folder, where `python train.py` would read them.  A file that git ignores is not sent
+Paths are relative to the current folder, as `python train.py` would read them.  A file that git ignores is not sent
 unless --file names it; a file with the name of a secret is never sent.
 
-Not promised: files that the script finds by other means than a name in a string; name them with --file.
+Not promised: files whose names are not a string in the script; name such files with --file.
 """
 
 import ast
@@ -43,7 +43,7 @@ OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft",
 
 @dataclass(frozen=True)
 class Gathered:
-    """config: of the run.   notes: what is sent, and what is not."""
+    """A gathered script.   config: the run's config.   notes: sentences on files that are sent or not sent."""
 
     config: ScriptConfig
     notes: tuple[str, ...]
@@ -58,9 +58,9 @@ def read_script(
     fleet: FleetConfig,
     checked: bool = True,
 ) -> Gathered:
-    """Read a script and gather what travels with it.   Raises UsageError.
+    """Read a script and gather the files to send with it.   Raises UsageError.
 
-    name: a path, or a module's name.   more: paths that --file names.   checked: refuse a script that never joins.
+    name: a path, or a module's name.   more: paths given with --file.   checked: refuse a script that joins no run.
     """
     base = Path.cwd()
     path = _module_file(name, base) if is_module else _script_file(name)
@@ -97,7 +97,7 @@ def _script_file(name: str) -> Path:
 
 
 def _module_file(name: str, base: Path) -> Path:
-    """Return the file of a module in the base folder, or of an installed one.   Raises UsageError."""
+    """Return the file of a module in the base folder, or of an installed module.   Raises UsageError."""
     for path in (base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"):
         if path.is_file():
             return path
@@ -137,7 +137,7 @@ def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path
 def _named(
     base: Path, codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield (path in the run's folder, file) of the code, of files that it or an argument names, and of --file."""
+    """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
     for code in codes:
         if SECRET_MODULE.fullmatch(code.name):
             raise UsageError(
@@ -243,7 +243,7 @@ def _is_folder_here(text: str) -> bool:
 
 
 def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
-    """Return the requirements of a script that this project does not bring itself.   Raises UsageError.
+    """Return the requirements of a script, without those that this project has itself.   Raises UsageError.
 
     folder: where its requirements.txt may lie; None for an installed module."""
     from packaging.requirements import InvalidRequirement, Requirement

@@ -1,1 +1,1 @@
-"""The supervision of one run, on any platforms: missing replicas, the budget, the lease of the supervisor."""
+"""Supervises one run on any platforms: replaces missing replicas, keeps the budget, holds the supervisor's lease."""

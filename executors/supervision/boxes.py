@@ -1,10 +1,10 @@
 """Stops the remaining boxes of a run, and reports how many still remain.
 
     run.json: inner.sampling.boxes, nonce ──▶ python -m inner.extras.boxes.sweep ──▶ "0 boxes left" or what to do
-                                              a process of its own: the core imports no provider, and none may hang us
+                                              a separate process: we import no provider's package, and cannot hang
 
-Not promised: boxes of the provider "local" on other machines; these are folders without processes once the replica
-has ended.  Boxes of a replica that still runs, because it starts new ones.
+Not promised: boxes of the provider "local" on other machines (only folders are left of them once the replica has
+ended); boxes of a replica that still runs, because it starts new ones.
 """
 
 import json

@@ -5,7 +5,7 @@
                                     └─ lease     how long may replicas continue without a supervisor?
 
         spent + rate · END_S ≤ max_usd               hours + END_S ≤ max_hours         rate: also of waiting replicas
-        a launch: + its price · BOOT_S, because a replica that must end before it has booted is a waste of money
+        a launch: + its price · BOOT_S, because a replica that must end before it has booted would waste money
 
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
@@ -18,13 +18,13 @@ from executors.platforms.base import Plain
 from rendezvous.agreement.membership import Wanted
 
 END_S = 60.0  # from "leave now" until no replica runs: a last offer, the leave record, a kill if necessary
-LEASE_S = 1800.0  # a fleet without a supervisor is billed no longer than this
+LEASE_S = 1800.0  # seconds after which replicas of a run without a supervisor end, so that they are not billed longer
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
 
 
 @dataclass(frozen=True)
 class Bill(Plain):
-    """The bill of one launch.   usd_per_hour: None if unknown.   seconds: billed so far.   began, ended: Unix time.
+    """The bill of one launch.   usd_per_hour: None if unknown.   seconds: billed so far.   began, ended: Unix times.
 
     pending: the launch waits for a machine.
     """
@@ -56,10 +56,10 @@ class Bill(Plain):
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a run.   hours: of wall time with a billed launch.   unlogged: US dollars only in control records.
+    """The costs of a run.   hours: wall time with any billed launch.   unlogged: dollars that the log does not have.
 
     boxes: US dollars for boxes that have ended.
-    untold: sessions on rented machines whose costs neither the log nor a control record has.
+    untold: sessions on rented machines whose costs are missing in the log and in the control records.
     """
 
     bills: tuple[Bill, ...] = ()

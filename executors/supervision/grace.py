@@ -1,6 +1,6 @@
-"""The time that a replica may take to leave, by its heartbeat; and the work that a kill would lose.
+"""Computes, from a replica's heartbeat, the time that it may take to leave, and the work that a kill would lose.
 
-    asked ─▶ inner step ends ─▶ offer is durable ─▶ leave record       grace = usual + inner steps · rate
+    request ─▶ inner step ends ─▶ offer is stored ─▶ leave record      grace = usual + inner steps · rate
              └─ rate: seconds per inner step (0: not known yet)        a kill loses the inner steps since the last offer
 
 Not promised: that a replica which hangs but sends heartbeats ends before FINISH_S; a second Ctrl-C ends it.
@@ -15,7 +15,7 @@ from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
 FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
-EVALUATION_S = 86400.0  # time for the last evaluation, whose hangs the replica's watchdog sees
+EVALUATION_S = 86400.0  # time for the last evaluation; if it hangs, the replica's own watchdog ends it
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
@@ -37,8 +37,8 @@ def finish_s(beat: Beat, steps: int, usual: float) -> float:
 def leave_s(beat: Beat | None, asked: Beat | None, boundary: int, usual: float) -> float:
     """Return the seconds that a replica with heartbeats may take to leave an unfinished run after a request.
 
-    asked: its heartbeat at the request; after an inner step since then it uploads.   boundary: inner steps per
-    generation; `beat.rate` is their mean, but the first of them generates, and may last as long as all together.
+    asked: the heartbeat at the request; a replica that has ended an inner step since then uploads.   boundary: inner
+    steps per generation of completions; the first of them samples, and may take as long as all at the mean `beat.rate`.
     """
     if beat is None or beat.phase != AT_WORK:
         return usual
@@ -56,7 +56,7 @@ def boundary_of(run: Run) -> int:
 
 
 def lost_work(beat: Beat | None) -> str:
-    """Describe the work lost with a killed replica; "" if all was offered.   beat: its last heartbeat."""
+    """Describe the work lost with a killed replica; "" if it had uploaded all work.   beat: its last heartbeat."""
     if beat is None or beat.phase != AT_WORK:
         return ""
     if not beat.inner:

@@ -1,14 +1,14 @@
-"""A run's supervisor as a process of a platform: a small function on Modal, a job on Hugging Face.
+"""Runs a run's supervisor on a platform: as a small function on Modal, or as a job on Hugging Face.
 
-    start_hosted(executor, run) ─┬─ one runs there already ─▶ its handle
+    start_hosted(executor, run) ─┬─ a supervisor runs there ─▶ its handle
                                  └─ else ─▶ a spec with its replicas' settings ─▶ executor.start_supervisor
-    its time limit is near      ─▶ it leaves with RESUME, and its container starts the next one (start_next)
+    the time limit is near      ─▶ the supervisor ends with RESUME; its container starts the next one (start_next)
 
     python -m executors.supervision.hosted SPEC PLATFORM OPTIONS       a job; the platform restarts it unless it exits 0
 
-A platform knows only the name of this module, as for entry points.
+A platform imports this module by its name, as it imports entry points.
 
-Not promised: a supervisor at every moment; between two supervisors replicas continue, until the lease ends.
+Not promised: a supervisor at every moment; between two supervisors replicas continue, until their lease ends.
 """
 
 import json
@@ -30,7 +30,7 @@ from rendezvous.stores.run_key import open_signed
 
 ENTRYPOINT = "executors.supervision.supervisor:main"
 TRIES = 6
-AGAIN_S = 20.0  # all tries together fit into the time that a container has left
+AGAIN_S = 20.0  # seconds between tries; all tries together fit into the time that a container has left
 
 
 def start_hosted(executor: FleetExecutor, run: str) -> Handle:
@@ -43,7 +43,7 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
 
 
 def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec, list[ReplicaSpec]]:
-    """Return the supervisor's spec, with variables and secrets of its replicas, and a spec of each kind of replica."""
+    """Return the supervisor's spec, with its replicas' variables and secrets, and a spec of each kind of replica."""
     here = [p for p in places_of(read_control(open_signed(run)).places) if p.executor == platform]
     replicas = [
         ReplicaSpec(run, "r00", env=p.env, gpu=gpu, timeout_s=p.timeout_s, secrets=p.secrets)
@@ -56,7 +56,7 @@ def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec,
 
 
 def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
-    """Start the next supervisor, in the container of one that left at its time limit; return whether it exists."""
+    """Start the next supervisor, from the container whose time limit is near; return whether a next one exists."""
     spec = ReplicaSpec.from_dict(raw)
     executor = make_executor(Place(platform, options=options))
     for _ in range(TRIES):
@@ -72,8 +72,8 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 def main(argv: list[str]) -> int:
     """Run a supervisor's job; at its time limit, start the next one.
 
-    The platform starts the job again after any exit code but 0.  So return 0, unless the supervisor ended without a
-    last heartbeat "left", or could not start the next one.
+    The platform restarts the job after any exit code but 0.  So return 0, unless the supervisor ended without a last
+    heartbeat "left", or could not start the next supervisor.
     """
     spec, platform, options = argv
     code = container.main([spec, platform])

@@ -1,9 +1,9 @@
-"""One supervisor per run: it claims the slot "supervisor" as a replica claims its slot.
+"""Ensures one supervisor per run: a supervisor claims the slot "supervisor" as a replica claims its slot.
 
     replicas/supervisor/{g}   by put_once: the highest generation may launch
-    alive/supervisor          its heartbeat; another process takes over if it does not change, or its process is gone
+    alive/supervisor          its heartbeat; if it stops changing, or its process is gone, another process takes over
 
-Not promised: exclusion by time.  A supervisor that was paused looks for a newer claim before it acts.
+Not promised: exclusion by time.  So a supervisor that was paused looks for a newer claim before it acts.
 """
 
 import os
@@ -24,7 +24,7 @@ from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a live supervisor may be silent for some seconds while it imports heavy modules
-BEAT_S = 2.0  # between heartbeats during a slow call to a platform
+BEAT_S = 2.0  # seconds between heartbeats during a slow call to a platform
 WATCHING = "watching"  # its heartbeat's phase after its first look and the actions that follow
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Lease:
 
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
-        """Take the lease.  Raise Supervised if another supervisor is alive, or another one wins the race for it."""
+        """Take the lease.  Raise Supervised if another supervisor is alive, or claims the slot at the same moment."""
         if (holder := living_supervisor(store, clock, fresh_s)) is not None:
             raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
         try:
@@ -89,7 +89,7 @@ class Lease:
 
 
 def supervisor_of(store: Readable) -> Claim | None:
-    """Return the present supervisor's claim, as far as it can be known without waiting."""
+    """Return the claim of the present supervisor; do not wait to see whether its heartbeat changes."""
     return still_holding(store.url, newest_claim(store, SUPERVISOR), read_beat(store, SUPERVISOR))
 
 
@@ -133,7 +133,7 @@ def _is_on_this_machine(holder: Claim) -> bool:
 
 
 def _known_dead(run: str, holder: Claim) -> bool:
-    """Whether its process was on this machine and has ended, or works for another run (this one is its copy)."""
+    """Whether the claim's process was on this machine and has ended, or works for another run, which was copied."""
     if not _is_on_this_machine(holder):
         return False
     return not processes.is_alive(holder.pid, holder.started) or works_for(holder.pid, run) is False

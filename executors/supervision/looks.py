@@ -1,23 +1,23 @@
-"""Intervals in which a supervisor reads its run: all of it after a change, else each part in its own interval.
+"""Decides when a supervisor reads its run: all parts after a change, else each part in its own interval.
 
     every beat      desired state, commits      to see a stop, and the last step
     every 4 beats   heartbeats                  silence counts only after minutes
     every 8 beats   claims, leave records, logs the sessions' own reports
-    at once, all    after our change, and after an end on a platform
+    all, at once    after our own change, and after the end of a process on a platform
 
-This needs seven requests per replica and outer step of 25 s; all of it each second would need 123 (N = 8).  A store of
-this machine is read completely each time.
+This needs 7 requests per replica and outer step of 25 s; reading all parts each second would need 123 (8 replicas).  A
+store on this machine is read completely each time.
 
 It also checks that the run's records are still in its store:
 
     every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
-                                                             └─ one is gone ──▶ end the replicas, with the reason
+                                                             └─ a record is gone ──▶ end the replicas, with the reason
 
-Replicas check the chain themselves when they close a step (agreement/closing.py), but a step of an hour would cost
-an hour.
+Replicas check the chain of commits themselves when they close a step (agreement/closing.py), but with outer steps of
+an hour they would notice an hour late.
 
-Not promised: that a report is up to date; its parts are as old as the table says; that a changed record is
-noticed; the run key serves for that.
+Not promised: that a report is up to date (its parts are as old as the table says); that a changed record is
+noticed (only a run key detects that).
 """
 
 import sys
@@ -31,7 +31,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
 
 BEATS, SESSIONS = 4, 8
-JITTER = 0.95  # part of a period after which a read is due: a sleep may be a little short
+JITTER = 0.95  # fraction of a period after which a read is due, because a sleep may end a little early
 NONE = frozenset[str]()
 RECORDS_S = 10.0
 
@@ -47,7 +47,7 @@ class Looks:
         self._report: Report | None = None
 
     def due(self, what: str, beats: float = 1.0) -> bool:
-        """Whether `what` is due, after `beats` heartbeat periods; if so, note it as done now."""
+        """Whether `what` is due, `beats` heartbeat periods after its last time; if so, record it as done now."""
         now = self._clock.now()
         if now - self._done_at.get(what, float("-inf")) < JITTER * beats * self._beat_s:
             return False
@@ -78,9 +78,9 @@ class RecordsWatch:
         self.lost = ""
 
     def why_lost(self, report: Report, *, again: bool = False) -> str:
-        """Return which record is gone, and what to do; "" if none is, or if no look is due.
+        """Return a text that names the missing record and the next step; "" if none is missing, or no check is due.
 
-        again: look now.
+        again: check now, even if no check is due.
         """
         now = self._clock.now()
         if self.lost or (now - self._looked_at < RECORDS_S and not report.done and not again):

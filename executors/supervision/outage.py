@@ -1,14 +1,14 @@
-"""Platforms that do not answer: since when, why, when to ask again, and the events about it.
+"""Tracks platforms that do not answer: since when, why, when to ask again, and the events for the log.
 
     executor ──poll──▶ fresh statuses ──▶ over
-                    └▶ stale ones     ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)
+                    └▶ stale statuses ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)
                                           └─▶ log: a refusal (401, 403) at once, a lost answer after a minute;
                                               then once a minute, and once when the platform answers again
 
     log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
 
-All platforms report "no news" in the same way (`unanswered` in base.py), so only this module times an outage.
-A launch that a platform refuses while the run continues is reported and repeated by the same rules, as "launch".
+All platforms mark a missing answer in the same way (`unanswered` in base.py), so only this module times an outage.
+The same rules hold for a launch that a platform refuses while the run continues; its outage is named "launch".
 
 Not promised: the state of processes on a silent platform; but heartbeats still show which replicas work.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
-REPORT_S = 60.0  # from a lost answer to its report, and from one report to the next
+REPORT_S = 60.0  # seconds from a lost answer to its report, and from one report to the next
 FRESH_S = 1.5 * REPORT_S  # age up to which a reported outage counts as still open
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0
@@ -30,7 +30,7 @@ LAUNCH = "launch"
 
 @dataclass
 class Outage:
-    """One platform without news.   since: per launch.   ask_at: earliest next request.   reported_at: None: never."""
+    """One platform without an answer.   since: begin per launch.   ask_at: next request.   reported_at: None: never."""
 
     since: dict[str, float] = field(default_factory=dict)
     why: str = ""
@@ -40,7 +40,7 @@ class Outage:
     reported_at: float | None = None
 
     def again(self, now: float, why: str, refused: bool) -> None:
-        """Note one more request without an answer."""
+        """Count one more request without an answer, and set the time of the next request."""
         most = REFUSED_PAUSE_S if refused else LOST_PAUSE_S
         self.pause = min(most, 2 * self.pause) if self.pause else FIRST_PAUSE_S
         self.why = why
@@ -64,13 +64,13 @@ class Outages:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._open: dict[str, Outage] = {}
-        self._last: dict[Handle, Status] = {}  # of launches whose platform is not asked now
+        self._last: dict[Handle, Status] = {}  # last statuses of launches whose platform is not asked now
         self._over: list[dict[str, Any]] = []
 
     def poll(self, executor: FleetExecutor, handles: Iterable[Handle]) -> list[Status]:
         """Poll as `executor.poll` does, but ask a silent platform again only when its pause is over.
 
-        handles: all handles of interest; an outage without any of them is over.
+        handles: all handles of interest; an outage that concerns none of them is over.
         """
         handles = list(handles)
         asked = [h for h in handles if h not in self._last or not self.waits(h.executor)]
@@ -87,7 +87,7 @@ class Outages:
         return outage is not None and self._clock.now() < outage.ask_at
 
     def failed(self, name: str, slots: Iterable[str], error: Exception) -> None:
-        """Note that a request that is not a poll has failed."""
+        """Record that a request other than a poll has failed."""
         outage = self._open.setdefault(name, Outage())
         now = self._clock.now()
         for slot in slots:
@@ -95,14 +95,14 @@ class Outages:
         outage.again(now, str(error), isinstance(error, Refused))
 
     def answered(self, name: str) -> None:
-        """Note that a platform answers again, or is not needed any more."""
+        """Record that a platform answers again, or is not needed any more."""
         outage = self._open.pop(name, None)
         if outage is not None and outage.reported_at is not None:
             seconds = round(self._clock.now() - outage.began, 1)
             self._over.append({"event": "platform_answers", "platform": name, "seconds": seconds})
 
     def _note_poll(self, name: str, stale: Sequence[Status]) -> None:
-        """Note the result of a poll.   stale: the statuses for which this platform gave no news."""
+        """Record the result of a poll.   stale: the statuses that this platform could not renew."""
         silent = [launch_name(h) for h in self._last if h.executor == name]
         if not silent:
             return self.answered(name)

@@ -1,6 +1,6 @@
 """Ends a run's replicas, and proves that they have ended.
 
-    control: stop ─▶ replicas offer their work and leave ─▶ after `grace_s`: no supervisor may launch any more
+    control: stop ─▶ replicas offer their work and end   ─▶ after `grace_s`: no supervisor may launch any more
                                                          ─▶ cancel on every platform, kill -9 on this machine
                                                          ─▶ poll until each launch has ended
                                                          ─▶ search each platform's list for the run's label, until
@@ -13,8 +13,8 @@
 On Modal a purge removes the app (which costs nothing and has no containers) and the register of launches.  The run
 itself (models, commits and logs) is never changed: it stays at the URL of --run, even if that is on Modal.
 
-Not promised: an end of processes on machines that we cannot signal; `stop` reports those whose heartbeat changes.  A
-purge does not remove images, secrets and weights, which other runs may use.
+Not promised: an end of processes on machines that we cannot signal; `stop` reports a process whose heartbeat changes.
+A purge does not remove images, secrets and weights, because other runs may use them.
 """
 
 import os
@@ -48,8 +48,8 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
-FRESH_S = 60.0  # an older heartbeat says how long its replica may take only once it has changed
-LOOK_S = 1.0  # a heartbeat without a change for so long is silent; they change every 0.2 s
+FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
+LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s
 KILLED_S = 5.0  # time for a killed process to end
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
@@ -65,7 +65,7 @@ class End:
 
 
 class Patience:
-    """The time that the slowest replica may take to leave after the request, by the heartbeats; it never shrinks.
+    """The time, from the heartbeats, that the slowest replica may take to leave after the request; it never shrinks.
 
     A replica that has ended an inner step since the request uploads, and may take longer (grace.leave_s).
     grace_s: fixed seconds, or None to follow the heartbeats.
@@ -85,7 +85,7 @@ class Patience:
         now = self._clock.wall()
         for slot, beat in self._beats().items():
             asked = self._asked.get(slot)
-            if now - beat.at < FRESH_S or beat != asked:  # it changes, whatever the clock here says
+            if now - beat.at < FRESH_S or beat != asked:  # a changed heartbeat is alive, even if clocks differ
                 self._seconds = max(self._seconds, leave_s(beat, asked, self._boundary, GRACE_S))
         return self._seconds or GRACE_S
 
@@ -149,9 +149,9 @@ def _end_everything(
 
 
 def _end_boxes(store: Store) -> list[End]:
-    """Stop the boxes of a run that uses boxes; return the end of them all."""
+    """Stop the boxes of a run that uses boxes; return one End for all boxes."""
     with suppress(RendezvousError, ConfigError):  # a damaged run does not say whether it has boxes
-        run = Run(store.url, store, decode_run(store.url, store.get(layout.RUN) or b""))  # read_run is impatient
+        run = Run(store.url, store, decode_run(store.url, store.get(layout.RUN) or b""))  # read_run has no retries
         if run.config.inner.sampling.boxes is not None:
             from executors.supervision.boxes import sweep_boxes
 
@@ -161,7 +161,7 @@ def _end_boxes(store: Store) -> list[End]:
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
-    """Seize the supervisor's lease, so that no supervisor launches any more.  None if there is nothing left to end."""
+    """Seize the supervisor's lease, so that no supervisor launches any more; None if no process is left to end."""
     if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
         return None
     with suppress(Fenced):
@@ -187,7 +187,7 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until the platforms list none for a while; return those that stay."""
+    """Cancel processes with the run's label until platforms list none for a while; return those that do not end."""
     if not launches.labelled:
         return []
     began = clock.now()
@@ -226,7 +226,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 
 
 def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
-    """Return an End for each claimed slot and each launch elsewhere, with the evidence that it ended or not."""
+    """Return an End for each claimed slot and each launch on a platform, with the evidence of its end or its life."""
     over = launches.ended_places
     claims = newest_claims(store)
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
@@ -311,14 +311,14 @@ def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], 
 
 
 def _other_supervisor(store: Store) -> Claim | None:
-    """Return the supervisor's claim, unless it is this process's, which holds the lease to end the run."""
+    """Return the supervisor's claim, unless it is the claim of this process, which seized the lease to end the run."""
     holder = supervisor_of(store)
     mine = holder is not None and (holder.host, holder.pid) == (host_name(), os.getpid())
     return None if mine else holder
 
 
 def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:
-    """Whether it runs here, or has not left and its heartbeat has changed since the first look (`moved`)."""
+    """Whether the claim's process runs here, or has not left and its heartbeat has changed since the first look."""
     if claimed_process(store.url, claim) is not None:
         return True
     beat = _beat_of_claim(store, claim)

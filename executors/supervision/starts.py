@@ -4,7 +4,7 @@
                             │        └─ no ─▶ log: refused, and running replicas continue
                             └─ before θ₀ is published, a rented GPU would only wait for it: start it later
 
-Not promised: an end of retries if a platform refuses a launch in a run that has had launches.
+Not promised: that retries ever end if a platform refuses a launch in a run that has had launches.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Start = tuple[SlotState, str]  # the slot, and the reason
 class Starts:
     """The launches of one supervisor.
 
-    parent: "PID:START" of a process with which replicas of this machine end.   entrypoint: each replica's function.
+    parent: "PID:START" of a process; replicas of this machine end when it ends.   entrypoint: each replica's function.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Starts:
         self._short_of = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
-        """Leave out actors, and starts that would wait for the model on a rented GPU; platforms `expect` them."""
+        """Return the starts without actors and rented GPUs, which would wait for the model; `expect` these later."""
         early = [state for state, _ in starts if self._bills_a_gpu(state) or layout.is_actor(state.slot)]
         if early:
             self._slots.executor.expect([self._spec_for(state) for state in early])
@@ -70,7 +70,7 @@ class Starts:
             actors = [start for start in starts if layout.is_actor(start[0].slot)]
             others = [start for start in starts if start not in actors]
             why = self._launch_all(others, report) if others else ""
-            if actors and not why:  # a budget that is too small for them ends no run
+            if actors and not why:  # a budget too small for actors does not end the run
                 self._launch_all(actors, report)
             self._slots.outages.answered(LAUNCH)
             return why
@@ -88,7 +88,7 @@ class Starts:
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))
         if why := self._spend_limit.carry_out(verdict, report):
             return self._do_without(why)
-        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # in case we die before the answer
+        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # if we die meanwhile
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())

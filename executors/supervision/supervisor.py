@@ -8,10 +8,10 @@
     python -m executors.supervision.supervisor RUN_URL         `diloco train --detach` starts this, on any machine
 
 All its state is in the bucket: the replicas' places (platforms/places.py), each slot's failures (slot_state.py) and
-the costs (costs.py).  So it may be killed and started again on any machine, at any time, and the replicas of a
-detached run do not notice.
+the costs (costs.py).  So a supervisor may be killed and started again on any machine, at any time, and the replicas of
+a detached run do not notice.
 
-Not promised: that it uses places which change while it runs; the next supervisor does.
+Not promised: that a running supervisor uses places that change meanwhile; the next supervisor uses them.
 """
 
 import argparse
@@ -64,13 +64,13 @@ from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull, St
 FAILED = 1
 TICK_S = 0.2
 PATIENCE_S = 120.0
-RENTED_GRACE_S = 40.0  # GRACE_S for a platform, which passes the request on; the rest of END_S is for its answer
+RENTED_GRACE_S = 40.0  # GRACE_S on a platform, which passes the request on; the rest of END_S is for its report
 KEPT_STEPS = 100  # outer steps whose events stay in memory
 PROOF_S = 600.0  # time to see the ends of all replicas
 
 
 def publish_model(argv: list[str]) -> int:
-    """Publish θ₀; the entry point of the publisher's process."""
+    """Write the start model θ₀ into the bucket; the entry point of the publisher's process."""
     from diloco.model.publish import publish
 
     return publish(*argv)
@@ -88,9 +88,9 @@ class Outcome:
 class Supervisor:
     """One supervisor of a run.
 
-    parent: "PID:START" of a process with which replicas of this machine end ("" for a detached run).
+    parent: "PID:START" of a process; replicas of this machine end when it ends ("" for a detached run).
     alert: a webhook's address, or "".
-    show(report): draws.   each_tick(supervisor, report): a hook (the demo uses it to kill a replica).
+    show(report): draws the report.   each_tick(supervisor, report): a hook (the demo uses it to kill a replica).
     """
 
     run: Run
@@ -180,7 +180,7 @@ class Supervisor:
         except Exception as error:
             self._trackers.end(done=False)
             self.emit("crashed", code=exitcodes.CRASHED, text=f"{type(error).__name__}: {error}")
-            if not isinstance(error, StoreUnclear | Unavailable):  # else a platform that hosts us is to start us again
+            if not isinstance(error, StoreUnclear | Unavailable):  # after these, a hosting platform restarts us
                 self.lease.beat("left")
             raise
         self.emit("stopped", code=outcome.code, text=outcome.text)
@@ -188,7 +188,7 @@ class Supervisor:
         return outcome
 
     def _sweep_once_more(self) -> None:
-        """Collect garbage after all replicas have ended, because the last one may have been killed before it did so."""
+        """Collect garbage after all replicas have ended: the last replica may have been killed before it could."""
         try:
             sweep_after_end(self.run, self.clock, self.emit)
         except RendezvousError as error:
@@ -208,7 +208,7 @@ class Supervisor:
             return outcome
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
             patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
-            if self._killing:  # "Ctrl-C again: kill" needs no answer of the store
+            if self._killing:  # a second Ctrl-C kills without waiting for the store
                 self.slots.cancel([t for t in self.slots.all() if t.running], 0.0)
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
@@ -273,7 +273,7 @@ class Supervisor:
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
         if (outcome := self._verdict or self._outcome_if_over(report)) is None:
-            self._ending_since = None  # an end may be taken back: `diloco resume`, more steps
+            self._ending_since = None  # the user may revoke an end: `diloco resume`, or more steps
             return None
         now = self.clock.now()
         self._ending_since = since = self._ending_since if self._ending_since is not None else now
@@ -351,7 +351,7 @@ class Supervisor:
             self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
-        """Ask a replica to leave: through a control record if it is in one, else by a cancel."""
+        """Ask a replica to leave: by a control record if a record asks it, else by a cancel at the platform."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
             state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)
@@ -359,7 +359,7 @@ class Supervisor:
             self.slots.cancel([state], self._grace_s(state, report))
 
     def _fence(self, state: SlotState, why: str) -> None:
-        """Claim its slot for the next launch, so that only this launch can take the slot afterwards."""
+        """Claim the replica's slot for the next launch, so that only that launch can take the slot afterwards."""
         newest = newest_claim(self.run.store, state.slot)
         number = 2 + max(state.attempt, newest.generation if newest else 0)
         with suppress(Fenced):  # the replica claimed at the same moment: the next tick fences that claim
@@ -372,7 +372,7 @@ class Supervisor:
             state.status = None
 
     def _go_on_without(self, actor: str, why: str) -> None:
-        """Log, once, that an actor is not started again: the replicas sample for themselves."""
+        """Log, once, that an actor is not started again: replicas then sample the completions themselves."""
         if actor not in self._without:
             self._without.add(actor)
             self.emit("actor_given_up", slot=actor, text=f"{actor}: {why}. Replicas make its rollouts themselves")

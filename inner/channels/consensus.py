@@ -1,12 +1,12 @@
 """Score a student's action by the teachers' answers in the same state.
 
-    p_X = support(X) / support of all answers          X: one action, Y: the student's          (pairs.py has support)
+    p_X = support(X) / support of all answers          X: an action, Y: the student's action    (pairs.py has support)
 
     "plurality"   1 if Y is the action with most support, else 0; None if two actions share the most support
     "weighted"    p_Y
     "variance"    p_Y · (1 − V / V_max)                V, V_max as in pairs.py; 0 if all teachers differ
 
-If no teacher answered, the score is None.   If the student took no action, it is 0.
+If no teacher answered, the score is None.   If the student took no action, the score is 0.
 
     ConsensusScore(answers)(rollouts)     a process reward: inner.process.function, or ComposerReplicationTrainer's
         answers(states) -> TeacherActions     live: replay_trace;  on disk: `recorded_answers`
@@ -55,7 +55,7 @@ class ConsensusScore:
         self.__name__ = f"consensus_{shape}"
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[list[float | None]]:
-        """Score the turns. Each distinct state is asked about once."""
+        """Score the turns. Teachers get one question per distinct state."""
         states = [turn_states(rollout) for rollout in rollouts]
         asked = {state_digest(s["state_messages"]): s for turns in states for s in turns}
         questions: list[TraceState] = [{**state, "state_id": digest} for digest, state in asked.items()]
@@ -107,6 +107,6 @@ def recorded_answers(states: Sequence[TraceState], actions: Iterable[TeacherActi
 
 
 def state_digest(messages: Sequence[Message]) -> str:
-    """Return a digest of a state. Messages that an endpoint reads alike have the same digest."""
+    """Return a digest of a state. Two spellings of messages that mean the same to an endpoint have one digest."""
     wired: list[Any] = wire_messages(messages)
     return sha256(json.dumps(wired, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The file of a process reward's head: safetensors, whose metadata say what it is.
+"""Reads the file of a process reward's head: safetensors, whose metadata name the format and the width.
 
     metadata {"form": "process head 1", "width": D}
 

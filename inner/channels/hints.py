@@ -9,15 +9,15 @@
     timeout         "timed out" "deadline exceeded"                     to ask for less
     test_failure    "2 failed" "AssertionError"                         the test's output
     style           "E501 line too long" "introduced new syntax error"  the checker's output
-    refused         "Error: gift card balance is not enough"            the rule, from the error
+    refused         "Error: gift card balance is not enough"            the rule that the error states
     exception       a traceback, and everything else                    the error itself
 
 A hint is given only if it would change the action. A hint that recommends the failed action would make the model more
 confident in its mistake; with the live teacher, runs collapse in this way.
 
-The hint stands before the failed turn, so it speaks of the call as one that is still to come.
+The hint stands before the failed turn, so its text describes the call as if it were still to come.
 
-Not promised: that a hint is right, or that each text gets the kind that a person would choose. An environment can name
+Not promised: that a hint is right, or that each error gets the kind that a person would choose. An environment can name
 the kind in its error (spans.py), or define its own `hint(row, error) -> str | None`. llm_hints.py has hints that a
 model writes.
 """
@@ -68,7 +68,7 @@ TEMPLATES = {
 
 
 class Hint(Protocol):
-    """A function: (facts about the turn, as above; the error's text) -> the hint's text, or None: give no hint."""
+    """A function: (row: facts about the turn, as above; the error's text) -> the hint's text, or None for no hint."""
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None: ...
 
@@ -79,7 +79,7 @@ def error_kind(error: str) -> str:
 
 
 def failed_tool(error: str, student_action: str = "") -> str | None:
-    """Return the failed tool's name: the tool that the error calls missing, else the call's, else the function."""
+    """Return the failed tool's name: the tool that the error reports missing, else the called tool or function."""
     if missing := _TOOL_NAME.search(error):
         return next(name for name in missing.groups() if name)
     function = found.group(1) if (found := _ARGUMENTS.search(error)) else None
@@ -88,7 +88,7 @@ def failed_tool(error: str, student_action: str = "") -> str | None:
 
 
 def templates(row: Mapping[str, Any], error: str) -> str | None:
-    """Return the hint of TEMPLATES for the error, the action and the tools. It asks no model."""
+    """Return the hint of TEMPLATES for the error, the action and the tools. This uses no model."""
     named = (row.get("hint_template_key"), row.get("error_kind"))
     kind = next((name for name in named if name in TEMPLATES), None)
     return template_hint(error, row.get("tools") or (), row.get("student_action") or "", kind)
@@ -112,7 +112,7 @@ def template_hint(
         and not _fits_schema(_parse_calls(student_action), functions[tool])
     ):
         return TEMPLATES[kind].format(tool=tool, arguments=_list_parameters(functions[tool]))
-    if kind in ("unknown_tool", "bad_arguments"):  # a list would be empty or tell nothing new
+    if kind in ("unknown_tool", "bad_arguments"):  # a list of tools would be empty, or add no information
         kind = "exception"
     return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_error_sentence(error))
 
@@ -145,7 +145,7 @@ def _list_parameters(function: Mapping[str, Any]) -> str:
 
 
 def _fits_schema(calls: Sequence[Mapping[str, Any]], function: Mapping[str, Any]) -> bool:
-    """Whether the call has exactly the arguments of the schema: then to list them tells nothing new."""
+    """Whether the call has exactly the arguments of the schema, so that a hint that lists them would be useless."""
     properties, required = _parameter_schema(function)
     given = next((call["arguments"] for call in calls if call["name"] == function["name"]), None)
     if not isinstance(given, dict) or not set(required) <= set(given) <= set(properties):

@@ -5,14 +5,14 @@
 
 "rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO). It has two parts: the first
 sibling (another rollout of the prompt) with enough reward, and the errors of the rollout's own failed calls. A rollout
-with neither gets no lesson. The teacher sees tool results, but they are not tokens to learn.
+with neither part gets no lesson. The teacher sees tool results, but the student does not learn their tokens.
 
 A rollout that reached max_completion_length gives a lesson like any other, even if mask_truncated_completions removes
 it from the policy loss. That mask exists because the reward of such a rollout is noise, and a lesson does not use the
 reward of the rollout that it corrects (docs/internals/decisions/013).
 
-Not promised: the reprompt inside the user's message. It is a message of its own after it, so that the prompt's ids
-stay as they were in sampling.
+Not promised: the reprompt inside the user's message. It is a separate message after the user's, so that the prompt's
+ids stay as they were in sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ AGAIN = "Correctly solve the original question."
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row of TRL's batch.   ids: the completion's, without padding, truncated or not.
+    """One row of TRL's batch.   ids: the completion's token ids, without padding, truncated or not.
     written: 1 if the model wrote the token.   reward: NaN if unknown.   completion: messages, or a text.
     tools: JSON schemas of the tools that the model had."""
 
@@ -46,7 +46,7 @@ class Rollout:
 def hint_lessons(
     rollouts: Sequence[Rollout], hint: Hint, hint_context: Callable[..., dict[str, Any]], splice: HintSplicer
 ) -> list[list[Lesson]]:
-    """Return the lessons of each rollout. hint_context(row, turn) -> first argument of `hint`. `prepare` runs first."""
+    """Return the lessons of each rollout. hint_context(row, turn) -> first argument of `hint`. Call `prepare` first."""
     failed = [[(turn, hint_context(r.row, turn)) for turn in r.turns if turn.error is not None] for r in rollouts]
     if prepare := getattr(hint, "prepare", None):
         prepare([(seen, turn.error) for each in failed for turn, seen in each])
@@ -67,8 +67,8 @@ def aligned_lesson(
 ) -> Lesson:
     """Return the lesson. Raises RuntimeError unless the teacher's row ends with the rollout's tokens start … end - 1.
 
-    The turn's k-th token is compared with the k-th of the row's last tokens. With any other row the model would learn
-    other text (the hint's tokens, for example), and the loss would not show it."""
+    The loss compares the turn's tokens with the last tokens of the row, one by one. With any other row the model would
+    learn other text (the hint's tokens, for example), and the loss would not show it."""
     turn = rollout.ids[start:end]
     if not 0 <= start < end or len(turn) != end - start or teacher_ids[start - end :] != turn:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Hints that a model writes. They are called like any other hint, and use the replay's client and cost ceiling.
+"""Lets a model write hints. `LLMHints` is called like any other hint; it uses the replay's client and cost ceiling.
 
     hint = LLMHints(Teacher("qwen/qwen3-32b", 0.1, 0.3), max_total_usd=1.0, ledger="hints.jsonl")
     hint(row, error) -> text or None        for the environment's file, for the trainer's `hint`, for TraceStates
@@ -13,13 +13,13 @@
 
 `prepare` asks about many turns at once. The trainer calls it once per batch of rollouts, and waits at most `wait_s`.
 After one failed batch LLMHints skips the next batch; after further failures the next 3, 7, … up to 63. So an endpoint
-that is down costs little time, and one that works again is noticed.
+that is down costs little time, and we notice when it works again.
 
-    hints.jsonl     the first process on this machine; it locks the file until it ends
-    hints.1.jsonl   the second, and so on: two replicas never share a ledger, and each has the whole max_total_usd
+    hints.jsonl     the file of the first process on this machine, which locks it until it ends
+    hints.1.jsonl   the file of the second, and so on: replicas share no ledger; each may spend the whole max_total_usd
 
-An answer in the ledger is never paid for again. All sessions with one ledger together stay under the ceiling. A
-replica that starts again takes the first free file, with the answers in it.
+We never pay again for an answer in the ledger. All sessions with one ledger together stay under the ceiling. A replica
+that starts again takes the first free file, with the answers in it.
 
 Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N
 replicas may spend N times max_total_usd. The endpoint reads the rollout's last messages: use one that may read them.
@@ -61,7 +61,7 @@ _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 class LLMHints:
     """A Hint. `otherwise` is the Hint for turns without a usable answer of the model.
 
-    max_total_usd  for all sessions with this ledger    timeout_s  for one answer    wait_s  for one batch of answers"""
+    max_total_usd  limit of all sessions with this ledger    timeout_s, wait_s  limits for an answer, and for a batch"""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LLMHints:
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.wait_s = wait_s
-        self._answers: dict[str, str] = {}  # "" for no answer: a process asks once
+        self._answers: dict[str, str] = {}  # request -> answer; "": the model gave none, and we do not ask again
         self._open_ledger: Ledger | None = None  # None until the first request
         self._failures = 0  # failed batches in a row
         self._to_skip = 0
@@ -98,7 +98,7 @@ class LLMHints:
         """Ask about all new (row, error) pairs at once."""
         states: dict[str, TraceState] = {}
         for row, error in failed:
-            with contextlib.suppress(*_UNREADABLE):  # __call__ warns about these
+            with contextlib.suppress(*_UNREADABLE):  # __call__ warns about such turns
                 state = hint_request(row, error)
                 states[state["state_id"]] = state
         if new := [state for name, state in states.items() if name not in self._answers]:

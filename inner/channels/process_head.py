@@ -8,7 +8,7 @@
 
     training    each action X that a teacher or the student took in a state; its label is its share p_X of the
                 teachers' votes (Math-Shepherd also trains on shares of rollouts, arXiv 2312.08935)
-    a run       inner.process.head = "head.safetensors": no teacher is asked any more
+    a run       inner.process.head = "head.safetensors": needs no teacher any more
 
 Not promised: good scores in states unlike those of the traces, or for a policy that has learned to exploit the head.
 """

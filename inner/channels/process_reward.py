@@ -1,4 +1,4 @@
-"""Convert scores of single turns into advantages of their tokens.
+"""Convert the scores of single turns into advantages of the turns' tokens.
 
     reward    r_i    of rollout i           ─▶ A_i      TRL's, unchanged                                      (B,)
     scores    s_i,k  of its k-th turn       ─▶ z_i,k  = (s_i,k − mean) / std     over the k-th turns of i's group
@@ -10,8 +10,8 @@
 nothing from its position, and a rollout gains nothing from more turns. Scores are divided by a standard deviation
 if TRL divides its advantages by one (scale_rewards).
 
-A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn's tokens
-get only A_i if its score is None, if no other rollout of the group has a k-th turn, or if the rollout has no reward.
+A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn's tokens get only A_i if
+the turn's score is None, if no other rollout of the group has a k-th turn, or if the rollout has no reward.
 
 Not promised: losses with one ratio and one advantage per sequence (GMPO): they refuse advantages of shape (B, T).
 """
@@ -68,7 +68,7 @@ class ScoredSpan:
 def process_advantages(
     advantages_B: Tensor, steps: Sequence[ScoredSpan], *, group: int, width: int, process: ProcessReward, scale: str
 ) -> Tensor:
-    """Return TRL's advantages plus those of the turns, (B, T).   width: T.   scale: TRL's scale_rewards."""
+    """Return TRL's advantages plus the turns' advantages, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
     later = defaultdict(float)  # row -> sum of this and all later gains, for "rest"
@@ -188,7 +188,7 @@ def turn_states(rollout: Rollout) -> list[TraceState]:
             "state_messages": [*before, *written[:at]],
             "student_action": action_text(written[at]),
         }
-        if rollout.tools:  # without them a teacher cannot call
+        if rollout.tools:  # a teacher needs the schemas to make calls
             state["tools"] = [dict(tool) for tool in rollout.tools]
         if turn.error is not None:
             state["error"] = turn.error

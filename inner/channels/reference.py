@@ -1,11 +1,11 @@
-"""The replay channel's pairs: their token ids, their log-probs under θ₀, and their order.
+"""Prepares the replay channel's pairs: their token ids, their log-probs under the start weights θ₀, and their order.
 
     pair   state_messages (+ tools) │ chosen      ──chat template──▶   prompt ids │ chosen ids
                                     │ rejected                         prompt ids │ rejected ids
 
-    reference   log π_θ₀(chosen), log π_θ₀(rejected), summed: one pass over all pairs without gradient, when a session
-                builds its trainer. At that time the model has the weights θ₀, on every replica. With an adapter
-                (LoRA) the reference is the base model.
+    reference   log π_θ₀(chosen), log π_θ₀(rejected), summed over tokens: one pass over all pairs without gradient, when
+                a session builds its trainer. At that time the model has the weights θ₀, on every replica. With an
+                adapter (LoRA) the reference is the base model.
     order       micro-batch number m takes entries P·m … P·m + P - 1 of an endless permutation: a function of m and the
                 data seed (one per run and slot)
 
@@ -16,8 +16,8 @@ Templates differ in the messages that they accept: DeepSeek-V3's joins texts wit
 TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. If the template
 cannot write a pair, an error names the pair; with replay_skip_unfit, all replicas leave it out.
 
-Not promised: that an accepted pair looks like this model's own training data; that long pairs fit in memory; a batch is
-as wide as its longest pair.
+Not promised: that an accepted pair looks like this model's own training data; that long pairs fit in memory (a batch is
+as wide as its longest pair).
 """
 
 import json
@@ -40,7 +40,7 @@ from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
 log = logging.getLogger(__name__)
 SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all that do not fit."
-PAIRS = 2**65  # salt: pairs get another order than prompts
+PAIRS = 2**65  # added to the data seed, so that pairs get another order than prompts
 
 
 class ReplayPairs:
@@ -74,7 +74,7 @@ class ReplayPairs:
 def pair_logprobs(
     model: Any, pairs: "Sequence[PairIds]", device: torch.device, tap: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return summed log-probs and lengths of the responses, (2P,) each, all chosen ones first. One forward.
+    """Return summed log-probs and lengths of the responses, (2P,) each, chosen responses first. Runs one forward.
 
     tap: a function that the states pass through, before the LM head."""
     rows = [pair.rows[0] for pair in pairs] + [pair.rows[1] for pair in pairs]

@@ -56,7 +56,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class Span:
-    """Two rows that end with the same `length` ids. The k-th ids from the end belong together."""
+    """A teacher's and a student's row that end with the same `length` ids, which are compared one by one."""
 
     student_ids: list[int]
     teacher_ids: list[int]
@@ -80,7 +80,7 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Match the k-th run of 1s with the k-th assistant message. The tool messages after it are its results."""
+    """Return the turns: the k-th run of 1s is the k-th assistant message; the tool messages after it its results."""
     failures: list[Mapping[str, Any] | None] = []
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":
@@ -146,7 +146,7 @@ class HintSplicer:
         return self._cache[hint]
 
     def _read_template(self) -> tuple[list[int], str]:
-        """Return the ids that open an assistant turn, and the role that the template accepts for a hint there."""
+        """Return the ids that open an assistant turn, and the role that the template accepts for a hint before it."""
         bare = self._render(_ASK, False)
         opened = self._render(_ASK, True)
         if opened[: len(bare)] != bare or len(opened) == len(bare):

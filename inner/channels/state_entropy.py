@@ -1,13 +1,13 @@
-"""How unsure a model is at the states of recorded traces, for traces without their student.
+"""Measures a model's entropy at the states of recorded traces, for traces whose own student is not available.
 
     state_messages (+ tools) │ the recorded action     one forward per state, without gradient
                              └─ H(π(· | tokens before)), at each of the action's tokens ──▶ mean, in nats per token
 
-The result is written as `student_entropy`, by which replay_trace(min_student_entropy=) and --unsure choose states. In
-a run's own traces, student_entropy is the entropy over a group's actions: another scale, so an existing value stays.
+The result is written as `student_entropy`; replay_trace(min_student_entropy=) and --unsure choose states by it. In a
+run's own traces, student_entropy is the entropy over a group's actions: another scale, so we keep an existing value.
 
-Not promised: that this is the uncertainty of the agent that acted; it is this model's. A context of more tokens than
-the model has positions loses its beginning.
+Not promised: the entropy of the agent that acted; we measure this model's. A context with more tokens than the model
+has positions loses its beginning.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The weights of the self-teacher.
+"""Keeps the weights of the self-teacher, and swaps them into the student's module for the teacher's forward.
 
     live     the student's current weights                                        no memory
     frozen   θ₀, the start weights                                                one copy of the trainable weights
@@ -33,7 +33,7 @@ class DistillationTeacher:
         self.ema_rate = ema_rate
         self.model = student
         self._weights: dict[str, Tensor] = {}
-        self._at: int | None = None  # outer (round) or inner (ema) step of the copy
+        self._at: int | None = None  # the step at which the copy was made: outer step ("round") or inner step ("ema")
         if other is not None:
             _refuse_vocabulary(student, other)
             self.kind = "live"

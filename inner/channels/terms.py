@@ -1,4 +1,4 @@
-"""Compute the two terms beside the policy loss from a forward's output.
+"""Compute the two loss terms beside the policy loss (sdpo, replay) from a forward's output.
 
     states_B_T_D ── the positions that count ──▶ head ──▶ logits_N_V ──▶ kernel ──▶ scalar on the graph
 
@@ -31,7 +31,7 @@ from inner.losses.taid import taid_loss
 from inner.models.causal_lm import causal_lm
 from inner.settings.channels import ChannelSettings
 
-Turns = Sequence[tuple[int, int, int]]  # (row, first position, how many)
+Turns = Sequence[tuple[int, int, int]]  # (row, first position, number of positions)
 
 
 # States and logits
@@ -166,7 +166,7 @@ def response_logprobs(model: Any, states_B_T_D: Tensor, prompts: Sequence[int], 
 def preference_loss(
     policy_2P: Tensor, tokens_2P: Tensor, reference_P_2: Tensor | None, weights_P: Tensor, settings: ChannelSettings
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss on P pairs (all chosen ones first), and its metrics."""
+    """Return the loss on P pairs (all chosen responses first), and its metrics."""
     chosen, rejected = policy_2P.chunk(2)
     if settings.replay.variant == "simpo":
         chosen_mean, rejected_mean = (policy_2P / tokens_2P).chunk(2)

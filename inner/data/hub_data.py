@@ -4,7 +4,7 @@
          pin_dataset  ─▶ hub:openai/gsm8k@<commit>/…    one request; run.json has this name
          read_dataset ─▶ rows                           from this machine's cache, downloaded if missing
 
-    pin_commit("dataset", "openai/gsm8k", "main", …) ──▶ 40 hexadecimal digits      one request; none if it is a commit
+    pin_commit("dataset", "openai/gsm8k", "main", …) ──▶ 40 hexadecimal digits   one request; none for a commit
 
 Not promised: that the Hub keeps the commit; a dataset with its own code (`datasets` no longer runs it); images and
 sound.  No torch here.

@@ -1,5 +1,5 @@
-"""The data of an inner step: a pure function of (seed, share, index).  A replacement continues where its predecessor
-stopped, and no two replicas read the same row within an epoch.
+"""Choose the data of an inner step: a pure function of (seed, share, index).  A replacement continues where its
+predecessor stopped, and no two replicas read the same row within an epoch.
 
     epoch e      permutation(seed, e) of all rows: a b c d e f g h
                  share 0 of 3: a d g | share 1 of 3: b e h | share 2 of 3: c f a      dealt in turn; then from the front
@@ -11,7 +11,7 @@ stopped, and no two replicas read the same row within an epoch.
     generation        ├── served = micro-batches per generation · iterations ──┤
 
 Not promised: the same order after a change of the batch size or of the number of prompts; that all replicas are in the
-same epoch: a fast one may read in its second epoch a row that a slow one has not read in its first.
+same epoch: a fast replica may be in its second epoch while a slow replica is still in its first.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class Share:
         return -(-n_rows // self.of)
 
     def salted(self, salt: int) -> "Share":
-        """Return the same share of other permutations."""
+        """Return the same share with another seed, and so of other permutations."""
         return Share(salt + self.seed, self.index, self.of)
 
 
@@ -60,8 +60,8 @@ def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) 
 
 
 def step_in_generation(micro: int, accumulated: int, per_generation: int, served: int) -> list[int]:
-    """Return the micro-batches that share `micro`'s inner step and generation, as indices 0 … per_generation - 1. There
-    is one micro-batch per forward pass; a second iteration uses the same micro-batches."""
+    """Return the micro-batches in the inner step and generation of `micro`, as indices 0 … per_generation - 1. There is
+    one micro-batch per forward pass; a second iteration uses the same micro-batches again."""
     step = micro // accumulated * accumulated
     generation = micro // served * served
     first = max(step, generation)

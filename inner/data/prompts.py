@@ -3,7 +3,7 @@
     .jsonl .json .csv .parquet ─read─▶ rows ─inner.data.columns: renamed─▶ {"prompt": …, …} ─inner.data.system─▶ rows
 
 A prompt is a text or a list of messages; a system prompt turns texts into messages.  Held-out prompts ([eval]) are
-read in the same way.  diloco/run/data_files.py joins several files and Hub datasets to one first.  No torch.
+read in the same way.  diloco/run/data_files.py first joins several files and Hub datasets to one file.  No torch.
 
 Not promised: types for a .csv; its columns are texts.
 """
@@ -22,11 +22,11 @@ from inner.settings.task import DataSettings, setting_of
 from inner.tasks.spec import is_task
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
-LONGEST_FIELD = 2**31 - 1  # characters of a .csv
-BEYOND = "beyond the header"  # key for a .csv row's fields without a name
+LONGEST_FIELD = 2**31 - 1  # most characters of a .csv field
+BEYOND = "beyond the header"  # key for fields of a .csv row beyond the header's columns
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
-Numbered = tuple[str, Any]  # its place, "line 3" or "row 3", and the value that was read
+Numbered = tuple[str, Any]  # (place in the file: "line 3" or "row 3"; the value that was read)
 
 
 def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
@@ -54,7 +54,7 @@ def load_prompts(
 
 
 def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: Row | None = None) -> list[Row]:
-    """Return the rows as training uses them.   first: a row whose columns they must have; None: their own first."""
+    """Return the rows as training uses them.   first: a row whose columns all rows must have (None: the first row)."""
     checked = list[Row]()
     for where, found in rows:
         row = _checked_row(name, where, _named_columns(name, where, found, data.columns), first)

@@ -1,4 +1,4 @@
-"""Render a prompt for a text model.  All rendering is here: for rollouts, [eval], hints, pairs, `check` and the checks
+"""Render a prompt for a text model.  All uses render here: rollouts, [eval], hints, pairs, `check` and the checks
 before a run.
 
     messages ── text parts joined ──▶ chat template (tools, switches) ──▶ ids

@@ -1,6 +1,6 @@
-"""Explain a chat template that is missing, or writes no prompt: for `check`, the checks before a run, the trainer.
+"""Explain a chat template that is missing or drops the prompt's text: for `check`, checks before a run, the trainer.
 
-Not promised: every fault; the template is tried on the rows that it is given.
+Not promised: every fault; we try the template only on the given rows.
 """
 
 from collections.abc import Callable, Sequence

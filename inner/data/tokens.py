@@ -1,9 +1,9 @@
-"""Open a file of token ids, before the start and in a replica.
+"""Open a file of token ids, for checks before the start and in a replica.
 
-    .npy    numpy's own: one line of integers
+    .npy    numpy's own: a one-dimensional array of integers
     .bin    raw uint16, without a header
 
-Not promised: that the ids are a model's; the replica, which has the model, asks that.  No torch.
+Not promised: that the ids belong to the model's vocabulary; the replica, which has the model, checks that.  No torch.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ IDS = (".npy", ".bin")
 
 
 def open_ids(path: Path, spelling: str) -> np.ndarray:
-    """Map the file's ids, without reading them.   Raises InnerError if it is no such file."""
+    """Map the file's ids into memory, without reading them.   Raises InnerError if it is not a file of token ids."""
     try:
         return np.load(path, mmap_mode="r") if path.suffix == ".npy" else np.memmap(path, dtype=np.uint16, mode="r")
     except (EOFError, OSError, ValueError) as error:

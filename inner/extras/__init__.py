@@ -1,4 +1,4 @@
-"""Extras that the core never imports. Each has a page, tests, and its own package extra if it needs packages.
+"""Extras: the core never imports them. Each has a page, tests, and its own pip extra if it needs packages.
 
 deletion/        Feature Deletion: make tasks, judge them in a sandbox      docs/feature-deletion.md
 boxes/           rented or local boxes for episodes, Harbor tasks           docs/reference/boxes.md

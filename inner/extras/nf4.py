@@ -1,10 +1,10 @@
-"""A frozen base model in 4 bits: NF4 with doubly quantised scales, as in QLoRA (arXiv 2305.14314), by bitsandbytes.
+"""Loads a frozen base model in 4 bits by bitsandbytes: NF4 with doubly quantised scales, as in QLoRA (2305.14314).
 
     y = W x + α/r · B A x        W: 16 levels, a scale for 64 weights, .516 byte each      A, B: fp32, as on any base
     embeddings, norms, head      in inner.dtype
 
-Each replica quantises the same files when it loads them, and the digest of the 4-bit weights and their scales is in the
-run's record: a replica whose bits differ, or have changed in its session, is refused (diloco/model/start_model.py).
+Each replica quantises the same files when it loads them. The run's record has the digest of the 4-bit weights and their
+scales: we refuse a replica whose bits differ, or have changed in its session (diloco/model/start_model.py).
 
 Not promised: that two devices quantise to the same bits; 4-bit weights under vLLM or DDP.
 """
@@ -24,7 +24,7 @@ NEEDED = (
 
 
 def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
-    """Load as `from_pretrained` does, with linear layers but the head in NF4.   Raises InnerError."""
+    """Load a model as `from_pretrained` does, with all linear layers except the head in NF4.   Raises InnerError."""
     try:
         from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
     except ImportError as missing:

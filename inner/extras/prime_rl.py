@@ -9,8 +9,8 @@
     second line   the reverse KL to a reference, estimated from sampled tokens as in its `ref_kl` component. If the
                   reference is the policy that has seen a hint, this is the SDPO channel
 
-PRIME-RL divides the sum by the global number of tokens.  Its config sets the token masks, and their defaults have
-changed before, so set them in yours.
+PRIME-RL divides the sum by the global number of tokens.  Its config sets the token masks.  Their defaults have changed
+before, so set the masks in your config.
 
     [trainer.loss]
     type = "custom"
@@ -36,7 +36,7 @@ from torch import Tensor
 
 
 class LossInputs(Protocol):
-    """PRIME-RL's inputs of a loss: (T,) each.   ref_logprobs: None if the algorithm has no reference.
+    """PRIME-RL's inputs of a loss: tensors (T,).   ref_logprobs: None if the algorithm has no reference.
 
     loss_weights and ref_logprobs may be missing: until 2026-06 PRIME-RL called the reference teacher_logprobs and had
     no weights.

@@ -1,6 +1,6 @@
 """Compute one loss per position, for a few positions at a time.
 
-    student (…, V), teacher (…, V), the positions that count (N of them)
+    student (…, V), teacher (…, V), N positions that count
 
         piece 0  ▓▓▓▓▓▓▓▓▓▓▓▓ V     forward   loss(piece) -> (n,); frees its temporaries
         piece 1  ▓▓▓▓▓▓▓▓▓▓▓▓ V     backward  computes the piece again, writes its gradient in place
@@ -29,7 +29,7 @@ def by_position(loss: PositionLoss, student: Tensor, teacher: Tensor, kept: Tens
     Raises ValueError for NaN, which would spread to every weight of the model."""
     at = kept.nonzero(as_tuple=True)
     if at[0].numel() * student.size(-1) <= CHUNK:
-        whole = at[0].numel() == kept.numel()  # then the rows need no indexing
+        whole = at[0].numel() == kept.numel()  # all positions count: no indexing is needed
         values = loss(*(x.flatten(0, -2) if whole else x[at] for x in (student, teacher)))
     else:
         values = _Pieces.apply(loss, at, student, teacher)

@@ -4,12 +4,12 @@
 
     β = 0        KL(teacher ‖ student)      "forward": covers all that the teacher does
     0 < β < 1    β KL(t ‖ m) + (1 - β) KL(s ‖ m)                  On-policy distillation, arXiv 2306.13649, eq. (1)
-    β = 1        KL(student ‖ teacher)      "reverse": settles on one thing the teacher does
+    β = 1        KL(student ‖ teacher)      "reverse": settles on one mode of the teacher
 
-At β = 0 and 1 the loss jumps: at β = .001 it is ~.001 of its value at β = 0. So a weight tuned at .5 does not fit 0 or
-1. The gradient for a rare but right token vanishes at β = .5 and remains at β = 0.
+At β = 0 and 1 the loss jumps: at β = .001 it is ~.001 of its value at β = 0. So a loss weight tuned at β = .5 does not
+fit β = 0 or 1. The gradient for a rare but right token vanishes at β = .5 and remains at β = 0.
 
-Not promised: a factor T² (there is none); a detach: run the teacher under no_grad.
+Not promised: a factor T² (there is none); a detached teacher: run the teacher under no_grad.
 """
 
 import math
@@ -112,7 +112,7 @@ def _kl_entries(p: Tensor, q: Tensor) -> Tensor:
 
 
 def or_uniform(logits: Tensor) -> Tensor:
-    """Replace a row of only -inf by a uniform one, because it has no distribution to renormalise."""
+    """Replace a row of only -inf by a uniform row, because it has no distribution to renormalise."""
     return torch.where(logits.isneginf().all(-1, keepdim=True), 0.0, logits)
 
 

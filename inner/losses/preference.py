@@ -3,7 +3,7 @@
     DPO    -log σ(z), z = β [(π_c - ref_c) - (π_r - ref_r)]      summed log-probs    arXiv 2305.18290, eq. (7)
     SimPO  -log σ(β (π̄_c - π̄_r) - γ)                            mean log-probs      arXiv 2405.14734, eq. (6)
 
-    anchors for DPO, which trains only the margin, so that both log-probs may fall:
+    anchors for DPO (DPO trains only the margin, so both log-probs may fall):
     label smoothing ε   -(1 - ε) log σ(z) - ε log σ(-z)          conservative DPO: a share ε of the labels is wrong
     NLL                 + w · (-π_c / |c|)                       arXiv 2404.19733, eq. (1): keeps the chosen one likely
     DPO-Positive        z - β λ max(0, ref_c - π_c)              arXiv 2402.13228: no gain if chosen gets less likely

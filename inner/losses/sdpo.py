@@ -31,7 +31,7 @@ from inner.losses.divergence import (
     zero_on_graph,
 )
 
-FULL = -1e-7  # log of the kept tokens' largest mass: keeps the bucket's log-prob finite
+FULL = -1e-7  # log of the kept tokens' largest allowed mass, so that the bucket's log-prob is finite
 
 
 def sdpo_loss(
@@ -53,7 +53,7 @@ def sdpo_loss(
     old_logprobs  (...) log π_old of these tokens at sampling; None: on-policy, ρ = 1
     top_k         None: the whole vocabulary.   add_tail=False: no bucket; renormalise over the kept tokens
     divisor       replaces the number of positions as the divisor, if they are a part of a larger batch
-    temperature   of D.   sampling_temperature: of log π_old, and so of π in ρ
+    temperature   used in D.   sampling_temperature: used in log π_old, and so in π of ρ
     If no position is valid, the result is 0 on the graph, with a zero gradient.
     """
     check_shapes(student_logits, teacher_logits, labels)

@@ -1,4 +1,4 @@
-"""TAID: a target that moves from the student to the teacher (arXiv 2501.16937).
+"""TAID: distillation with a target that moves from the student to the teacher (arXiv 2501.16937).
 
     p_t = softmax((1 - t) sg(S) + t T_)          in logit space; sg = no gradient
     L   = - Σ_tok mask Σ_v p_t log softmax(S) / Σ mask          eq. (4), as in SakanaAI/TAID
@@ -84,7 +84,7 @@ class TAIDScheduler:
         return self.t
 
     def _adaptive_t(self, loss: float) -> float:
-        """Return the t to which this loss would raise t without the line."""
+        """Return the new t that this loss alone would give, without the line."""
         previous = self.previous
         self.previous = loss
         if previous is None or self.disable_adaptive:

@@ -1,4 +1,4 @@
-"""Get the transformers model out of its wrapper, and make it generate and count positions as a run needs it.
+"""Get the transformers model out of its wrapper, and make it generate and count positions as a run needs.
 
     PeftModel(LlamaForCausalLM) ──▶ LlamaForCausalLM ◀── LlamaForCausalLM
 
@@ -20,7 +20,7 @@ Only run.toml says how to sample, both in rollouts and in [eval]:
 model's value. The model's files, and an export, keep their config, because engines read it.
 
 Not promised: wrappers other than PEFT's; to recognise a position table that is neither an nn.Embedding of the model's
-length nor named as one; the same sampling for vLLM, which reads only stop tokens from that config.
+length nor has a usual name; the same sampling for vLLM, which reads only stop tokens from that config.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def causal_lm(model: Any) -> Any:
 
 
 def sample_as_asked(model: Any) -> None:
-    """Remove all from the model's generation config except its special tokens."""
+    """Remove all fields from the model's generation config except its special tokens."""
     inner = causal_lm(model)
     own = inner.generation_config
     inner.generation_config = GenerationConfig(
@@ -52,7 +52,7 @@ def number_positions(model: Any) -> None:
     """Pass absolute positions to every forward of the backbone.
 
     Raises InnerError if the backbone's forward takes no position_ids.
-    It does nothing for relative positions, and nothing at a second call."""
+    Does nothing for relative positions, and nothing at a second call."""
     backbone = causal_lm(model).base_model
     if not has_absolute_positions(model):
         return

@@ -1,5 +1,5 @@
-"""A start model in a .gguf file: read its header, or load it. Its weights are dequantised; then it is a model like any
-other.
+"""Read the header of a start model in a .gguf file, or load the model. Loading dequantises the weights; after that it
+is a model like any other.
 
     "GGUF" │ version │ tensors │ keys │ key value key value … │ name shape type offset, of each tensor │ the data
 
@@ -7,9 +7,9 @@ other.
     check_gguf_file(path)     also checks that transformers can read the file
     load_gguf(path, dtype)    transformers, gguf ──▶ weights as numbers, tokenizer, chat template ──▶ a fresh model
 
-For a file with 50,000 tokens the header takes a tenth of a second. The package gguf takes seconds, and is not needed
-for it. transformers does not save a model that it has read from a .gguf file, so the weights are copied into a fresh
-model. The file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
+For a file with 50,000 tokens we read the header in a tenth of a second; the package gguf would take seconds, so we use
+it only for the weights. transformers cannot save a model that it read from a .gguf file, so we copy the weights into a
+fresh model. The file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
 
 Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  No torch
 before `load_gguf`.
@@ -34,7 +34,7 @@ MOST = 1 << 24  # most tensors, keys, array entries or text bytes in a valid hea
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
-DEEPEST = 4  # nested arrays; no known model has any
+DEEPEST = 4  # most levels of nested arrays; no known model has nested arrays
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}  # fmt: skip
 EXACT = ("F32", "F16", "BF16")
@@ -42,7 +42,7 @@ EXACT = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """A header.   shapes: tensor name -> shape.   kinds: type -> how many tensors have it."""
+    """A header.   shapes: tensor name -> shape.   kinds: type -> number of tensors of this type."""
 
     architecture: str
     shapes: dict[str, tuple[int, ...]]
@@ -129,7 +129,7 @@ def _string(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int, depth: int = 0) -> Any:
-    """Return the value of a key. Arrays are skipped, and give None."""
+    """Return the value of a key. Skip an array, and return None for it."""
     if kind in _NUMBERS:
         return _number(file, _NUMBERS[kind])
     if kind == _STRING:

@@ -1,11 +1,11 @@
-"""A start model that stays on the Hub. Its commit and the SHA-256 of each file are recorded, and replicas compare them.
+"""Handles a start model that stays on the Hub: the run records its commit and each file's SHA-256; replicas check both.
 
     pin_hub_model(config) ──▶ HubModel(name, commit, files)   once, when the run is created; None: not from the Hub
     link_hub_files(model, folder) ──▶ folder of links         every replica: to its own HF cache, filled from the Hub
-                                      └ a file with another digest is downloaded again; if still another: HubError
+                                      └ a file with a wrong digest is downloaded again; if still wrong: HubError
 
-    files    config.json, weights (*.safetensors, else *.bin), tokenizer, templates. Nothing else of the repository is
-             read, so other files in a cache change nothing.
+    files    config.json, weights (*.safetensors, else *.bin), tokenizer, templates. We read no other files of the
+             repository, so other files in a cache change nothing.
 
 Not promised: that a commit stays on the Hub; that weights which no file has are equal everywhere (the caller compares
 θ itself).  No torch here.
@@ -23,7 +23,7 @@ from inner.models.naming import HubError, HubModel, is_on_hub
 from inner.settings.inner import InnerConfig, InnerError
 
 COMMIT = re.compile("[0-9a-f]{40}")
-_AT_ONCE = 4  # files at once, with one connection each
+_AT_ONCE = 4  # files downloaded at once, with one connection each
 _PIECE = 1 << 22  # bytes read and hashed at a time
 _TEXTS = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|additional_chat_templates/[^/]+\.jinja")
 _SHARDS = {
@@ -35,7 +35,7 @@ _SHARDS = {
 def pin_hub_model(config: InnerConfig) -> HubModel | None:
     """Resolve the model's revision, fill this machine's cache, and compute the files' digests.
 
-    None: it cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
+    None: the model cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
     Raises InnerError if the Hub does not have the model or does not answer.
     """
     if not is_on_hub(config):
@@ -57,7 +57,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """Return the files that `from_pretrained` reads; [] if it would read the repository in another way."""
+    """Return the files that `from_pretrained` reads; [] if `from_pretrained` would need other files."""
     names = sorted(names)
     if "config.json" not in names or "adapter_config.json" in names:
         return []
@@ -69,7 +69,7 @@ def needed_files(names: Iterable[str]) -> list[str]:
 
 
 def link_hub_files(model: HubModel, folder: Path) -> Path:
-    """Check the files' digests, and make a from_pretrained folder of links; -> `folder`.   Raises HubError."""
+    """Check the files' digests, and make a from_pretrained folder of links; return it.   Raises HubError."""
     for name, path in _download_files(model.name, model.commit, model.files).items():
         if _file_sha256(path) != model.files[name]:
             path = cached_file(model.name, model.commit, name, again=True)
@@ -98,7 +98,7 @@ def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
 
 
 def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
-    """Return commit and file names of a revision, from the Hub; if it does not answer, from the cache."""
+    """Return commit and file names of a revision, from the Hub; if the Hub does not answer, from the cache."""
     from huggingface_hub import HfApi
 
     try:
@@ -136,7 +136,7 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 
 
 def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
-    """Make a HubError. It is final if the Hub has answered that access is refused or the model is not there."""
+    """Make a HubError. It is final if the Hub answered that access is refused, or that the model does not exist."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     at = f" at {revision}" if revision else ""

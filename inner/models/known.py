@@ -56,7 +56,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
 def folder_or_refusal(config: InnerConfig) -> Path | None:
     """Return the model's folder on this machine, with its tokenizer; None if the files can be downloaded.
 
-    Raises InnerError within about ASK_S if neither is possible."""
+    Raises InnerError within about ASK_S seconds if the files are not here and cannot be downloaded."""
     known = known_model(config)
     if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
         return known.folder
@@ -78,7 +78,7 @@ def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
 
 
 def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
-    """Return a Hub model's snapshot in this machine's cache; None if it is not there."""
+    """Return a Hub model's snapshot folder in this machine's cache; None if the cache does not have it."""
     cache = cache_folder(environ) / f"models--{model.replace('/', '--')}"
     name = cache / "refs" / (revision or "main")
     commit = name.read_text().strip() if name.is_file() else revision or ""
@@ -96,8 +96,8 @@ def cache_folder(environ: Any = os.environ) -> Path:
 
 
 def _check_folder(folder: Path, what: str, whole: bool = True) -> None:
-    """Raise InnerError for a folder without a model.   whole: require weights and tokenizer, too; a cache may lack them
-    until they are needed."""
+    """Raise InnerError for a folder without a model.   whole: require weights and tokenizer, too (a cache may not have
+    downloaded them yet)."""
     if not (folder / "config.json").is_file():
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
     read_json(folder / "config.json", what)

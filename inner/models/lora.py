@@ -23,12 +23,12 @@ from inner.errors import InnerError
 from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder
-KINDS = ("Linear", "Conv1D", "Linear4bit")  # of layers that can have an adapter
-SEED = 0  # for A; all replicas load the saved values
+KINDS = ("Linear", "Conv1D", "Linear4bit")  # kinds of layers that can have an adapter
+SEED = 0  # seed of A's first values; all replicas load the saved values
 
 
 def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit: str | None = None) -> Any:
-    """Add a new adapter.   base_name, commit: of a base on the Hub.   Raises InnerError for targets without a layer."""
+    """Add a new adapter.   base_name, commit: of a base on the Hub.   Raises InnerError if targets match no layer."""
     from peft import LoraConfig, get_peft_model
 
     _refuse_unmatched(model, settings)

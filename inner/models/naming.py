@@ -1,4 +1,4 @@
-"""The kind of model that inner.model names, decided from its spelling alone, as plain data.
+"""Decides from its spelling alone which kind of model inner.model names; defines plain data for models.
 
     toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_on_hub   a model on the Hub
     KnownModel  checked before the start (known.py)     HubModel, HubError  for models on the Hub (hub_model.py)
@@ -18,7 +18,7 @@ ASK_S = 4.0  # seconds to wait for the Hub: without a network, a DNS lookup may 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that was found.   folder: its files on this machine (None: not here).   note: for the user."""
+    """A model that was found.   folder: its files on this machine (None: not here).   note: a text for the user."""
 
     folder: Path | None = None
     note: str = ""

@@ -1,8 +1,8 @@
-"""The inner optimizer, and its learning rate as a function of the committed outer step.
+"""Makes the inner optimizer, and its learning rate as a function of the committed outer step.
 
     rate = lr · factor(t, n) · min(1, (s + 1) / warmup_steps)
 
-    t   the committed outer step: [inner.schedule] defines factor; so a replacement has the others' rate
+    t   the committed outer step: [inner.schedule] defines factor; so a replacement has the same rate as other replicas
     n   number of replicas whose pseudogradients the newest outer step averaged
     s   inner steps of this session: its Adam moments begin at 0, so it warms up over `warmup_steps`
 

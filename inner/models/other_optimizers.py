@@ -1,7 +1,7 @@
-"""Optimizers that a run asks for: Muon, and AdamW with moments of 8 bits.
+"""Makes optional optimizers: Muon, and AdamW with 8-bit moments.
 
     muon        matrices: torch.optim.Muon, its steps scaled to AdamW's size; all else: AdamW
-    adamw8bit   bitsandbytes'
+    adamw8bit   AdamW of bitsandbytes
 
 Not promised: bitsandbytes on a CPU.
 """
@@ -27,7 +27,7 @@ def muon_and_adamw(trained: Named, adam: dict[str, Any]) -> Optimizer:
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer for hooks and schedule. It shares its groups and state with its parts."""
+    """Muon and AdamW as one optimizer for hooks and schedules. It shares its groups and state with both optimizers."""
 
     def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
         super().__init__([*matrices, *others], {"lr": adam["lr"]})

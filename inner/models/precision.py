@@ -12,7 +12,7 @@ weights (a base model under LoRA) may have any dtype.
     "bfloat16"       float32      bfloat16 products            bfloat16 products
     "off", or weights in bfloat16: no autocast
 
-Not promised: to recognise an optimizer that keeps its own fp32 copies; bfloat16 warns then, too.
+Not promised: to recognise an optimizer that keeps its own fp32 copies; with such an optimizer bfloat16 warns, too.
 """
 
 import warnings
@@ -35,7 +35,7 @@ def casts_products(autocast: str, weights: str, gpu_has_bfloat16: bool) -> bool:
 
 
 def gpu_has_bfloat16() -> bool:
-    """Whether there is a GPU with bfloat16 in hardware (Ampere and newer; older ones emulate it, slowly)."""
+    """Whether there is a GPU with bfloat16 in hardware (Ampere and newer; older GPUs emulate bfloat16, slowly)."""
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -1,8 +1,8 @@
-"""A model in shards (FSDP2): hold all of its weights for a while. A model without shards is left as it is.
+"""Hold all weights of a sharded model (FSDP2) for a while. The functions do nothing for a model without shards.
 
     [ shard ] ──hold_whole──▶ [ all weights ] ──let_go──▶ [ shard ]        whole_weights: both, around a `with`
 
-While a rank holds all weights, no forward or backward pass gathers or frees any. Gradients are reduced as always.
+While a rank holds all weights, forward and backward passes neither gather nor free weights. Gradients are reduced.
 
 Not promised: memory for the whole model.
 """

@@ -11,7 +11,7 @@
 Without a tool call, texts are compared line by line: a run of spaces counts as one, and indentation is kept. If turns
 contain thoughts and a command in another form, use commands.py to compare them.
 
-JSON that is deeper than untrusted.py allows is not a call; it stays text.
+JSON that is nested deeper than untrusted.py allows is not a call; it stays text.
 
 Not promised: a comparison of meaning. `cat a` and `cat ./a` are two actions, and so are "yes" and "Yes".
 """

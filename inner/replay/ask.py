@@ -10,7 +10,7 @@ requests in flight per teacher ≤ 1 + permits; each answer that costs no more t
 
 One place decides the outcome of a request (exchange.py, teachers.py): an answer, again, failed, or stop. A teacher that
 asks for a wait longer than LONGEST_WAIT_S is closed: its other calls fail at once, without cost. The other teachers
-continue. A later replay_trace with the same arguments asks the closed one again.
+continue. A later replay_trace with the same arguments asks the closed teacher again.
 
 The first call to a teacher is sent alone. So a wrong key, address or price is found by one request, not by 200. Some
 failures stop the replay (no credits, wrong key, HTML, endpoint down, a charge above the worst case): nothing more is
@@ -64,7 +64,7 @@ class Replay:
     """The teachers' actions, in the order of states and teachers. It is iterable. `counts` shows what is missing."""
 
     actions: list[TeacherAction]
-    spent_usd: float  # with this ledger, by all processes together
+    spent_usd: float  # spent with this ledger, by all processes together
     ceiling_usd: float
     counts: Counter[str] = field(default_factory=Counter)  # asked, from_ledger, at_ceiling, failed, not_unsure
 
@@ -108,7 +108,7 @@ async def replay_trace(
     """Ask the teachers which actions they would take in the states. With a `ledger` file a killed replay can resume.
 
     min_student_entropy  ask only about states where the student's entropy is at least this (nats per token)
-    agreement_threshold  with tiers: if this many teachers agree, no further tier is asked
+    agreement_threshold  with tiers: if this many teachers agree, no teacher of a further tier is asked
     key                  the part of a turn that is compared (commands.py); None: each state's `action_form` decides
     timeout_s            for one whole exchange, from the connection to the last byte
     progress             None: a progress bar if stderr is a terminal
@@ -249,12 +249,12 @@ class _RequestDispatcher:
         self._in_flight: Counter[str] = Counter()
         self._earned_permits: Counter[str] = Counter()
         self._changed = asyncio.Condition()
-        self._not_before: dict[str, float] = {}  # a 429 for one call delays all calls to that teacher
+        self._not_before: dict[str, float] = {}  # teacher -> earliest next request: a 429 delays all its calls
         self._closed: dict[str, Reading] = {}  # model -> its request for a wait above LONGEST_WAIT_S
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
-        """Return a teacher's answer, from the ledger or by a request; None if the ceiling or a stop prevents one."""
+        """Return a teacher's answer, from the ledger or by a request; None if the ceiling or a stop prevents both."""
         body = request_body(teacher, state)
         digest = call_digest(teacher.url, body)
         answer = self.ledger.answers.get(digest)
@@ -369,7 +369,7 @@ class _RequestDispatcher:
             raise
 
     def _has_permit(self, model: str) -> bool:
-        """Whether a request may go on; after a stop it may, in order to end."""
+        """Whether a waiting request may go on. After a stop it may, too, so that it ends."""
         return self._in_flight[model] <= self._earned_permits[model] or bool(self.stopped) or model in self._closed
 
     async def _release_permit(self, teacher: Teacher, reserve: int, cost: int) -> None:
@@ -392,7 +392,7 @@ def _retry_delay_s(reading: Reading, attempt: int) -> float:
 
 
 def _answer_record(reading: Reading, cost: int = 0, seconds: float = 0.0, attempt: int = 0) -> dict[str, Any]:
-    """Return the answer as the ledger keeps it; one that is none has an `error`.   cost: nano-dollars."""
+    """Return the answer in the ledger's form; without a usable answer it has an `error`.   cost: nano-dollars."""
     record = {
         "action": reading.action, "cost_usd": to_usd(cost), "estimated": reading.estimated,
         "seconds": round(seconds, 3), "attempts": attempt, "model": reading.model,
@@ -428,7 +428,7 @@ def _check_asked(states: Sequence[TraceState], teachers: Sequence[Teacher], min_
 
 
 def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
-    """Raise InnerError for a state that makes no valid request or has no worst case. One teacher stands for all."""
+    """Raise InnerError for a state from which no valid request with a worst case can be made. One teacher is enough."""
     for state in states:
         try:
             body = request_body(teacher, state)

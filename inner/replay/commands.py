@@ -30,7 +30,7 @@ from inner.settings.inner import InnerError
 Key = Callable[[str], str]
 Calls = list[tuple[str, Any]]  # names and arguments
 
-# Arguments that only inform a reader: two agents that hand over to a human do the same, whatever they write.
+# Arguments that are only text for a person: two agents that hand over to a human act alike, whatever they write.
 SPOKEN = {
     "think": {"thought"},
     "finish": {"message", "outputs", "task_completed"},

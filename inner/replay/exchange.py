@@ -11,11 +11,11 @@
     B = 1 MiB + 64 bytes · max_tokens
 
 The deadline is for the whole exchange, because a server that sends one byte a second never triggers a timeout between
-two reads. The request asks for an unpacked answer (`Accept-Encoding: identity`); from a packed one, the module
-unpacks at most B bytes. The body is always read as UTF-8: the charset in the headers could name any Python codec, and
-some do not decode to text.
+two reads. The request asks for an uncompressed answer (`Accept-Encoding: identity`); of a compressed answer, we unpack
+at most B bytes. The body is always read as UTF-8: the charset in the headers could name any Python codec, and some
+codecs do not decode to text.
 
-Not promised: that an endpoint charges nothing for an exchange that was cut off. So it counts as the worst case.
+Not promised: that an endpoint charges nothing for an exchange that was cut off. So we count the worst case for it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from inner.replay.untrusted import printable_start
 
 log = logging.getLogger(__name__)
 
-BODY_FLOOR = 2**20  # for an endpoint's additions to the answer: reasoning, log-probs, routing
+BODY_FLOOR = 2**20  # bytes for an endpoint's additions to the answer: reasoning, log-probs, routing
 BYTES_PER_TOKEN = 64  # enough for ordinary text; the longest tokens are runs of spaces
 _HEADERS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
@@ -61,7 +61,7 @@ async def send_and_read(
         reading = Reading("again", f"no connection to {teacher.url} ({error!r:.200})", cost_nano=0, unreachable=True)
     except _TooLarge as error:
         reading = Reading("failed", f"{teacher.url} sent {error}")
-    except (httpx.TransportError, httpx.StreamError) as error:  # it may have been processed
+    except (httpx.TransportError, httpx.StreamError) as error:  # the endpoint may have processed the request
         reading = Reading("again", f"the connection to {teacher.url} broke ({error!r:.200})")
     except Exception as error:
         log.warning("unforeseen while asking %s; counted at the worst case", teacher.url, exc_info=True)
@@ -117,7 +117,7 @@ def _refusal_body(raw: bytes, encoding: str, most: int) -> bytes:
 
 
 async def _read_at_most(response: httpx.Response, most: int) -> bytes:
-    """Return the body; of a longer one, a little more than `most` bytes."""
+    """Return the body; if it is longer than `most` bytes, return only a little more than `most` bytes."""
     body = bytearray()
     async for part in response.aiter_raw(2**16):
         body += part
@@ -127,6 +127,6 @@ async def _read_at_most(response: httpx.Response, most: int) -> bytes:
 
 
 def _without_key(reading: Reading, headers: Mapping[str, str]) -> Reading:
-    """Remove the API key from the reason: an endpoint may repeat it, and the reason goes into ledger and log."""
+    """Remove the API key from the reason: an endpoint may repeat the key, and we write the reason to ledger and log."""
     key = headers.get("Authorization", "").removeprefix("Bearer ")
     return replace(reading, why=reading.why.replace(key, "***")) if key and key in reading.why else reading

@@ -6,9 +6,9 @@
     spent   = Σ cost of answered requests + Σ reserve of requests without an answer (the process died)
     fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in flight
 
-A call is named by the digest of its request. If its answer is on disk, it is never requested or paid again.
+A call is named by the digest of its request. If its answer is on disk, we never request it or pay for it again.
 
-Not promised: one payment for a request in flight when the process died. It is sent again, and counted twice.
+Not promised: a single payment for a request in flight when the process died. It is sent again, and counted twice.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from inner.replay.teachers import NANO
 from inner.replay.untrusted import load_json
 from inner.settings.inner import InnerError
 
-MOST_HOLDERS = 1000  # how many ledger names a process tries
+MOST_HOLDERS = 1000  # most ledger names that a process tries
 
 
 class CeilingReached(Exception):
@@ -96,9 +96,9 @@ class Ledger:
         return self._sent
 
     def record_answer(self, number: int, call: str, cost: int, answer: dict[str, Any] | None, why: str = "") -> None:
-        """Record that a request is over.   answer: None: nothing is kept, and the call may be made again."""
+        """Record that a request is over.   answer: None: keep no answer, so that the call may be made again."""
         line = {"back": number, "call": call, "cost_nano": cost, "answer": answer, "why": why}
-        self._apply_line(line)  # first: it counts here even if the disk is full
+        self._apply_line(line)  # before writing: the cost counts even if the disk is full
         self._write(line)
 
     def close(self) -> None:

@@ -6,12 +6,12 @@
     recipe    operators
     auto      by the pair's kind: "calls" if either side is a tool call or a command, else prose ("default")
     default   8 – 32000 characters · 2 – 4096 words · at most half special characters, of both texts; `chosen` unique,
-              but for capitals
+              ignoring case
     calls     2 – 32000 characters · at most 0.8 special characters, of both; the whole pair unique
     a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
-One tool call is right in many states. The rules for prose keep only one of these pairs, as they make `chosen` unique.
-If fewer than one pair in ten is kept, a PairsWarning says which operator removed how many, and what to do.
+One tool call may be right in many states. The rules for prose would keep one of these pairs, as they make `chosen`
+unique. If fewer than one pair in ten is kept, a PairsWarning tells which operator removed how many, and what to do.
 
 Each pair keeps both forms: the strings, and message lists for a chat template.
 
@@ -73,7 +73,7 @@ class NormalizedDPOPair(TypedDict):
 
 
 class DJNormalizer:
-    """A filter for pairs.   recipe: "auto", "default", "calls" or a YAML file.   python: one that has data-juicer."""
+    """A filter for pairs.   recipe: "auto", "default", "calls" or a YAML file.   python: a Python with data-juicer."""
 
     def __init__(self, recipe: str | Path = "auto", *, python: str | Path | None = None) -> None:
         self.recipe = str(recipe)
@@ -82,10 +82,10 @@ class DJNormalizer:
             names = {"prose": "default", "calls": "calls"}
         self.passes: dict[Kind, Passes] = {kind: passes_of(load_recipe(r), str(r)) for kind, r in names.items()}
         named = str(python or sys.executable)
-        self.python = os.path.abspath(named) if os.sep in named else named  # data-juicer's process has another folder
-        self.counts: Counter[str] = Counter()  # of the last `normalize`: kept, dropped
-        self.dropped: Counter[str] = Counter()  # of the last `normalize`: per operator and text
-        self.left_out: dict[str, list[str]] = {}  # the same, with their state_ids
+        self.python = os.path.abspath(named) if os.sep in named else named  # data-juicer runs in another folder
+        self.counts: Counter[str] = Counter()  # numbers of the last `normalize`: kept, dropped
+        self.dropped: Counter[str] = Counter()  # dropped in the last `normalize`, per operator and text
+        self.left_out: dict[str, list[str]] = {}  # the state_ids of these dropped pairs
 
     def check(self) -> None:
         """Raise InnerError if data-juicer is missing, before any money is spent."""
@@ -93,7 +93,7 @@ class DJNormalizer:
             raise InnerError(f"DJNormalizer needs data-juicer, which is not installed here: {INSTALL}")
 
     def normalize(self, pairs: Sequence[DPOPair]) -> list[NormalizedDPOPair]:
-        """Return the pairs that pass, in their order."""
+        """Return the pairs that pass the filters, in their order."""
         self.check()
         self.dropped.clear()
         self.left_out = {}
@@ -105,7 +105,7 @@ class DJNormalizer:
         return [normalized_pair(pairs[row["i"]], row["chosen"], row["rejected"]) for row in rows]
 
     def _sift_pairs(self, pairs: Sequence[DPOPair]) -> list[dict[str, Any]]:
-        """Return the rows that are left. With one recipe for both kinds, duplicates are found across kinds."""
+        """Return the rows that pass. With one recipe for both kinds of pairs, find duplicates across kinds, too."""
         kinds: list[Kind] = [pair_kind(pair) if self.recipe == "auto" else "prose" for pair in pairs]
         named: list[Kind] = [kind for kind in self.passes if kind in kinds]
         parts = [

@@ -14,8 +14,8 @@
 A teacher has no vote if it failed, or if its answer was cut off or empty. `chosen` is the text of the first teacher
 that did X.
 
-Late rewards (reward_pairs): where rollouts of one bundle stood in one state, the value of an action is the mean late
-reward of those that took it; chosen has the highest value, rejected the lowest.
+Late rewards (reward_pairs): if rollouts of one bundle were in the same state, the value of an action is the mean late
+reward of the rollouts that took it; chosen has the highest value, rejected the lowest.
 
 Not promised: that `chosen` is better than `rejected`. It is the action that most teachers chose, or that had higher
 late rewards, perhaps by luck.
@@ -49,7 +49,7 @@ class DPOPair(TypedDict):
     state_messages: list[Message]
     chosen: str  # the action that enough teachers chose
     rejected: str  # the student's action
-    n_teachers_agreeing: int  # 1 for a pair of late rewards: their judge
+    n_teachers_agreeing: int  # 1 for a pair from late rewards: the judge
     weight: NotRequired[float]
     tools: NotRequired[list[dict[str, Any]]]
     action_form: NotRequired[str]
@@ -189,7 +189,7 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_pair(row: Any) -> DPOPair:
-    """Return the row if it is a usable pair; else raise ValueError: what is wrong."""
+    """Return the row if it is a usable pair; else raise ValueError, which names the fault."""
     if not isinstance(row, dict):
         raise ValueError(f"a pair is an object, this is a {type(row).__name__}")
     checked_messages(row.get("state_messages"))
@@ -230,7 +230,7 @@ def _votes_by_state(
 
 
 def _warn_why_none(judged: Sequence[tuple[TraceState, list[Vote]]], outcomes: Sequence[str]) -> None:
-    """Warn if most texts differ: teachers that write one command after different thoughts seem to disagree."""
+    """Warn if most texts differ: teachers that write the same command after different thoughts seem to disagree."""
     prose = [
         state
         for (state, votes), outcome in zip(judged, outcomes, strict=True)

@@ -3,9 +3,9 @@
     job     [{"passes": [["chosen", [{"text_length_filter": {…}}, …]], ["rejected", […]]], "rows": [{"i": 0, …}, …]}, …]
     kept    [{"rows": [{"i": 0, "chosen": …, "rejected": …}, …], "dropped": {"text_length_filter of chosen": [4]}}, …]
 
-Operators run one at a time, each over the rows that the last one kept. So removals are named per operator, and no
-filter reads another's statistics. (A filter stores a row's statistic under a fixed name, and skips rows that have one:
-a second filter on another text would test the first text again.)
+Operators run one at a time, each over the rows that the previous operator kept. So we can count removals per operator,
+and no filter reads another filter's statistics. (A filter stores a row's statistic under a fixed name, and skips rows
+that have one: a second filter on another text would use the first text's statistic.)
 
 This file imports nothing of this project, so any Python with data-juicer can run it.
 

@@ -1,4 +1,4 @@
-"""One state of a recorded trace: the messages before the student's action, and the action.
+"""Defines a state of a recorded trace: the messages before the student's action, and the action.
 
     {"state_id": "tau/3/1/t4",                  unique
      "state_messages": [{"role": …}, …],        everything before the action, chat form
@@ -6,7 +6,7 @@
      "tools": [ … ],                            JSON schemas, if there are tools
      "reward": 0.0, "error": "Error: …",        of the whole trace; the tool's result if the action failed
      "late_rewards": {"human": 0.7},            of the whole trace, by judges that came after the training
-     "student_entropy": 1.3}                    nats: over the group's actions here, or per token: you choose
+     "student_entropy": 1.3}                    nats: over the group's actions here, or per token, as you choose
 
 A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it.
 
@@ -67,7 +67,7 @@ def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_state(row: Any) -> TraceState:
-    """Return the row if it is a state; else raise ValueError: what is wrong."""
+    """Return the row if it is a state; else raise ValueError, which names the fault."""
     if not isinstance(row, dict):
         raise ValueError(f"a state is an object, this is a {type(row).__name__}")
     for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
@@ -144,7 +144,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def error_record(content: object) -> dict[str, Any] | None:
-    """Return {"error": text, and what the environment added}; None if `content` is not an error."""
+    """Return {"error": text, and keys that the environment added}; None if `content` is not an error."""
     if not isinstance(content, str):
         return None
     if content.startswith(("{'error':", '{"error":')):

@@ -1,4 +1,4 @@
-"""One teacher: its price, its request, and how its response is read.
+"""Defines a teacher: its prices, its request, and how we read its response.
 
     worst case = (bytes of the request + 1024) · prompt price + max_tokens · completion price    reserved before sending
     cost       = usage.cost, or the tokens of `usage` at your prices, or the worst case          settled afterwards
@@ -13,8 +13,8 @@
     any other 1xx, 2xx                          failed     the worst case
     401, 402, 403, 404, 3xx, HTML               stop       nothing (an HTML 200: the worst case)
 
-Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per requested token. A
-stated cost that is not a number from 0 to a million dollars is ignored: the worst case counts.
+Unfit for training (untrusted.py): lone surrogates, control characters, more than 64 characters per requested token. We
+ignore a stated cost that is not a number from 0 to a million dollars: then the worst case counts.
 
 A token has at least one byte, so a prompt has no more tokens than bytes. OpenRouter gets your prices as
 `max_price`, and refuses providers that cost more.
@@ -42,8 +42,8 @@ from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # nano-dollars per dollar; amounts are whole, so sums are exact
-MOST_USD = 1e6  # for one request: a larger number is not a cost
-MOST_TOKENS = 1e9  # of one request
+MOST_USD = 1e6  # most dollars of one request: a larger number is not a cost
+MOST_TOKENS = 1e9  # most tokens of one request
 LONGEST_TOKEN = 64  # characters of an action per token; the longest tokens are runs of spaces
 HIDDEN_TOKENS = 1024  # most that a provider's chat template and tool prompt add to a request
 
@@ -77,7 +77,7 @@ class Teacher:
     tier: int = 0  # tier 1 is asked only if tier 0 disagrees
     base_url: str = OPENROUTER
     key_env: str | None = "OPENROUTER_API_KEY"  # the environment variable that holds the key; None: no key
-    max_tokens: int = 2048  # of the answer, reasoning included
+    max_tokens: int = 2048  # most tokens of the answer, reasoning included
     temperature: float | None = 0.0
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
 def _seconds_until(date: str, now: float) -> float | None:
     try:
         return email.utils.parsedate_to_datetime(date).timestamp() - now
-    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # it raises each of these
+    except (ValueError, TypeError, IndexError, OverflowError, OSError):  # parsedate and timestamp raise all of these
         return None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from inner.printable import printable
 
-DEEPEST = 64  # levels of JSON: ten times what tool schemas and answers have, a tenth of Python's recursion limit
+DEEPEST = 64  # levels of JSON: ten times the depth of schemas and answers, a tenth of Python's recursion limit
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")  # ASCII's, except tab, line ends and form feed
@@ -63,7 +63,7 @@ def lone_surrogate(text: str) -> str | None:
 
 
 def template_token(text: str) -> str | None:
-    """Return the first token in the text with which known chat templates begin or end a turn; None without one."""
+    """Return the first token in the text with which known chat templates begin or end a turn; None if it has none."""
     found = TEMPLATE_TOKEN.search(text)
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""Messages as OpenAI-compatible endpoints accept them.
+"""Converts messages to the form that OpenAI-compatible endpoints accept.
 
     {"arguments": {"path": "."}}  ──▶  {"id": "call_0_0", "arguments": "{\"path\": \".\"}"}   ids for answers
 
@@ -15,7 +15,7 @@ _SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # the fields 
 
 
 def wire_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return messages as OpenAI-compatible endpoints accept them: arguments as JSON text, an id for every call."""
+    """Return messages in the endpoints' form: arguments as JSON text, an id for every call."""
     wired: list[Message] = []
     open_ids: list[str] = []  # calls without a result yet, oldest first
     for message in messages:

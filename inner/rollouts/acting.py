@@ -1,12 +1,12 @@
-"""Sample rollouts for another process's slot: an inner loop that never steps.
+"""Sample rollouts for a replica's slot in another process, an actor: an inner loop that takes no training step.
 
     (share, generation) ──▶ the slot's rows ──▶ TRL's generation, tools and rewards ──▶ log-probs ──▶ Bundle
-                                                     └ or an engine's (inner/extras/engines), or vLLM's
+                                                     └ or an engine's generation (inner/extras/engines), or vLLM's
 
 Rows are a function of the share and the generation (inner/data/order.py), so an actor needs no message from the slot.
 Rank k of a slot of K ranks trains the rows that generation g · K + k of one process would have.
-The log-probs are those of the weights that sampled, as TRL computes them for a loss: temperature inside, no top-p.  If
-an engine samples, the log-probs are the engine's own, because its weights may be rounded otherwise.
+The log-probs are those of the weights that sampled, as TRL computes them for a loss: with the temperature, without
+top-p.  If an engine samples, the log-probs are the engine's own, because its weights may be rounded differently.
 
 Not promised: dynamic sampling; images.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NoPlaces:
-    """Places that keep nothing: an actor's trainer hands its bundles out."""
+    """A store of bundles that keeps nothing, because an actor's trainer hands its bundles out."""
 
     def find(self, place: "BundlePlace", unfit: "Unfit") -> Bundle | None:
         return None
@@ -40,7 +40,7 @@ class NoPlaces:
 
 
 class Sampler:
-    """An inner loop's trainer as an actor.   Raise InnerError for settings that need rollouts of one's own weights."""
+    """An inner loop's trainer as an actor.   Raises InnerError for settings that need a replica's own rollouts."""
 
     def __init__(self, trainer: "PolicyTrainer") -> None:
         if trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED:
@@ -107,7 +107,7 @@ class Sampler:
 
 
 def _other_states() -> RandomStates:
-    """Return random states for the replica to go on with: not those that the actor goes on with."""
+    """Return new random states with which the replica goes on; they differ from the actor's own."""
     theirs, ours = torch.randint(1 << 32, (2,)).tolist()
     set_seed(theirs)
     found = RandomStates.read()

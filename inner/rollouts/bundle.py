@@ -1,15 +1,15 @@
-"""One generation's rollouts as data: what the trainer needs to train on them again, to the bit, and their bytes.
+"""Stores one generation's rollouts as bytes, complete enough to train on them again with equal bits.
 
     safetensors   prompt_ids · ids · mask · logprobs   concatenated, with the lengths by rollout
                   rewards                              (B, F) as they counted, NaN: unknown
                   torch, numpy, python, cuda           random states after the generation
     metadata      prompts, each once · completions · names and weights of the rewards · tool calls and failures
 
-A token costs 4 bytes, 5 with tools, 9 with log-probs of an engine, and its text; the random states cost 15 KB.
-Tokens and texts are as they were sampled: a secret that a tool printed is in them.
+A token takes 4 bytes, 5 with tools, 9 with log-probs of an engine, and its text; the random states take 15 KB.
+Tokens and texts are stored as they were sampled, so they contain any secret that a tool printed.
 
 Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle, with
-random states that this machine can restore.  Whether it fits a trainer is asked in recorded.py.
+random states that this machine can restore.  recorded.py checks whether a bundle fits a trainer.
 """
 
 import json
@@ -33,7 +33,7 @@ Ids = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The random states of torch, numpy, python and the GPU: tensors, and a few numbers for numpy and python."""
+    """The random states of torch, numpy, python and the GPU, as tensors, and a few numbers for numpy and python."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
@@ -62,7 +62,7 @@ class RandomStates:
         """Raise ValueError unless `restore` works here.   New generators try it; the process's own do not change."""
         try:
             words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
-            if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy reads outside of its state
+            if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its state
                 raise ValueError(f"numpy's position is {position}")
             if words.dtype != torch.int64 or not 0 <= int(words.min()) <= int(words.max()) < 2**32:
                 raise ValueError(f"numpy's words are {words.dtype}, or not of 32 bits")
@@ -92,10 +92,10 @@ class RandomStates:
 
 @dataclass(frozen=True)
 class Bundle:
-    """The rollouts of one generation, by rollout.   mask: 1 for the model's tokens, 0 for tools'; None: no tools.
+    """The rollouts of one generation, as lists by rollout.   mask: 1: the model's token, 0: a tool's; None: no tools.
 
     prompts, completions: as rewards get them.   rewards: (B, F).   names, weights: of the F rewards.
-    environments: by rollout; None: there is at most one.   calls: tool calls, and failures among them.
+    environments: a name per rollout; None: at most one environment.   calls: numbers of tool calls, and of failed ones.
     """
 
     prompts: Sequence[Any]
@@ -156,7 +156,7 @@ class Bundle:
 
     @classmethod
     def unpack(cls, body: bytes) -> "Bundle":
-        """Return the bundle in these bytes.   Raise ValueError if they are not one."""
+        """Return the bundle in these bytes.   Raise ValueError if they are not a bundle."""
         try:
             return _read(body)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError) as error:
@@ -201,7 +201,7 @@ def _read(body: bytes) -> Bundle:
 
 
 def _fault(bundle: Bundle) -> str:
-    """Return why no trainer can train on these numbers and names; "" if one may.   NaN as a reward: it is unknown."""
+    """Return why no trainer can train on these numbers and names; "" if it may.   A reward of NaN means unknown."""
     for row in bundle.mask or []:
         if row[0] != 1 or not {0, 1}.issuperset(row):
             return f"its mask has a rollout that begins with a tool's token, or other numbers than 0 and 1: {row[:9]}"
@@ -236,7 +236,7 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 
 
 def _cut(name: str, flat: Tensor, lengths: Tensor) -> list[list[Any]]:
-    """Return the values of a tensor by rollout.   Log-probs are floats, all others whole numbers, as lengths are."""
+    """Return the values of a tensor by rollout.   Log-probs must be floats, all other values and lengths integers."""
     if flat.is_complex() or flat.is_floating_point() != (name == "logprobs") or lengths.is_floating_point():
         raise ValueError(f"{name} are {flat.dtype}, and their lengths {lengths.dtype}")
     sizes = [int(n) for n in lengths]

@@ -1,11 +1,11 @@
-"""How far a model is from the weights that sampled a bundle.
+"""Measures how far a model is from the weights that sampled a bundle of rollouts.
 
     drift = mean over the model's tokens of |log π_now − log π_sampled|          nats per token
 
-Truncated importance sampling corrects single tokens, not which texts were sampled: training on the rollouts of a
-distant policy is delayed feedback, and it diverges where the policy learns fast (ToolWorld at staleness 2: reward .98,
-then 0, with a drift of .9; docs/internals/log.md, 2026-11-26).  So a bundle beyond FARTHEST is passed over, and the
-replica samples for the same prompts itself: no prompt is starved.
+Truncated importance sampling corrects single tokens, not the choice of sampled texts: training on the rollouts of a
+distant policy is delayed feedback, and diverges if the policy learns fast (ToolWorld at staleness 2: reward .98,
+then 0, with a drift of .9; docs/internals/log.md, 2026-11-26).  So a replica skips a bundle beyond FARTHEST, and
+samples for the same prompts itself, so that no prompt is lost.
 
 Not promised: the same number on two machines.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from inner.rollouts.bundle import Bundle
 
 FARTHEST = 0.2  # nats per token; engines of 8 bits are at .01, of 4 bits at .1
-MISSING = 0.05  # share of the log-probs that vLLM may lack (NaN): a bundle of NaN would be trained on uncorrected
+MISSING = 0.05  # share of log-probs that may be NaN (vLLM lacks a few): tokens with NaN are trained on uncorrected
 
 
 def why_uncorrected(trainer: Any, bundle: "Bundle") -> str:
-    """Return why a trainer cannot correct by a bundle's log-probs; "" if it can."""
+    """Return why a trainer cannot use a bundle's log-probs for importance sampling; "" if it can."""
     told = [x for row in bundle.logprobs or [] for x in row]
     missing = sum(x != x for x in told) if trainer.use_vllm else 0
     if not all(-1e9 < x < 1e-3 or (x != x and trainer.use_vllm) for x in told):
@@ -66,7 +66,7 @@ def token_log_probs(
 
 
 def _padded(rows: Any, value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows of different lengths as one tensor (B, T), and where it has them."""
+    """Return rows of different lengths as one padded tensor (B, T), and the mask of their values."""
     tensors = [torch.tensor(row, device=device) for row in rows]
     ones = [torch.ones_like(row) for row in tensors]
     return pad(tensors, padding_value=value, padding_side=side), pad(ones, padding_value=0, padding_side=side)

@@ -1,16 +1,16 @@
 """DAPO's dynamic sampling: replace groups with equal rewards, because they teach nothing.
 
-    generate  [g0 ✓][g1 all right][g2 ✓][g3 all wrong]
+    generate  [g0 ✓][g1 all right][g2 ✓][g3 all wrong]                   ✓: rewards differ
     again     two more prompts, [g4 ✓][g5 all wrong]; one more, …        at most `tries` further generations
     train     [g0][g2][g4][g1]                                           a group without a replacement has advantage 0
 
 The test is exact: equal rewards in a group give bit-equal advantages. arXiv 2503.14476, eq. (11).
 
-The metrics are those of the first generation.  Refills differ in size, and there are more of them the more its groups
-agree: a mean over all of them would not be that of the data.
+The metrics are those of the first generation.  A mean that included refills would not be the data's mean: refills
+differ in size, and there are more of them if more groups have equal rewards.
 
 Not promised: image inputs; several processes; with scale_rewards = "batch", the standard deviation of the final batch,
-because each generation is scaled by its own.
+because each generation is scaled by its own standard deviation.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from torch import Tensor
 from inner.data.order import Share, prompt_order
 
 Batch = dict[str, Any]  # TRL's: tensors and lists (one entry per rollout), and scalars
-REFILLS = 2**64  # salt: dynamic sampling's prompts get another order than any data seed's
+REFILLS = 2**64  # added to the data seed, so that refills use another order of prompts than any data seed gives
 
 
 def refilled(trainer: Any, batch: Batch) -> Batch:
-    """Return the batch of a trainer's generation, with its refills, and record how many there were.
+    """Return the batch of a trainer's generation, with its refills, and record the number of refills.
 
-    Prompts follow from (share, generation): each generation reserves as many positions as it can need."""
+    Prompts are a function of (share, generation): each generation reserves as many positions as it can need."""
     group, tries, rows = trainer.args.num_generations, trainer.dynamic_sampling, trainer.train_dataset
     groups = len(batch["advantages"]) // group
     generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
@@ -56,7 +56,7 @@ def informative_groups(batch: Batch, group: int) -> list[int]:
 
 
 def refill_groups(batch: Batch, sample_more: Callable[[int], Batch], group: int, tries: int) -> tuple[Batch, int, int]:
-    """Replace groups with equal rewards; -> batch, number of informative groups, number of further generations.
+    """Replace groups with equal rewards; return batch, number of informative groups, number of further generations.
 
     sample_more(n): generates n groups of new prompts."""
     desired = len(batch["advantages"]) // group

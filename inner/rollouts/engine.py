@@ -1,4 +1,4 @@
-"""vLLM as a trainer's generation engine, in the trainer's own process (TRL's "colocate").
+"""Runs vLLM as a trainer's generation engine, in the trainer's own process (TRL's "colocate").
 
     a generation at a new inner step ──▶ every parameter, one at a time ──▶ the engine's copy ──▶ completions, log-probs
                                          └ LoRA:  W + α/r · B A  in a new tensor; W is only read
@@ -8,7 +8,7 @@ changes each time. TRL also lets vLLM choose the dtype ("auto" makes bfloat16 of
 replica's engine with 0, so all replicas draw the same noise. Here the dtype is the trainer's (or the configured one),
 and the seed is the trainer's.
 
-An outer step pushes no weights: as the inner step has changed, the next generation sends the new θ.
+An outer step does not send weights itself: the inner step has changed, so the next generation sends the new θ.
 
 Not promised: several processes; quantised engines; adapters other than LoRA.
 """
@@ -26,7 +26,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from inner.host import Host
 
-LARGE_SHARE = 0.05  # a warning follows if a larger share of sequences teaches nothing
+LARGE_SHARE = 0.05  # warn if a larger share of sequences teaches nothing
 ENOUGH = 64  # sequences to see before the share is judged
 
 

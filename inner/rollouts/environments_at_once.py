@@ -1,20 +1,20 @@
 """Run one method of all environments of a batch at the same time: `reset`, `get_reward`.
 
     with methods_at_once(environments, "reset", rows, workers):
-        TRL's loop: environment.reset(**row)      the first call starts those of all rollouts; each returns its own
+        TRL's loop: environment.reset(**row)      the first call starts all rollouts' calls; each returns its own result
 
-TRL calls them rollout by rollout.  Inside the `with`, each environment has an attribute in front of its method, for one
-call; so a reward that is tried again reaches the method itself.  Plain methods run in threads, async ones in tasks.
+TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method for one
+call; so a repeated call (of a reward) reaches the method itself.  Plain methods run in threads, async methods in tasks.
 
-An environment whose rollouts depend on their order (a global random generator, one connection) says so:
+An environment whose rollouts depend on their order (a global random generator, one connection) declares that:
 
     class Env:
         _in_order = True
 
 Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
 
-Calls that have not begun at the end of the `with` (a reward may time out) are not made: the next batch resets the same
-environments.  Not promised: a limit in time; an end of a call in a thread; a gain for an environment with __slots__.
+Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
+environments.  Not promised: a time limit; that a call in a thread can be ended; a gain for classes with __slots__.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ from typing import Any
 
 
 def in_order(environments: Sequence[Any]) -> set[int]:
-    """Return the rollouts whose environment's calls stay in order."""
+    """Return the indices of the rollouts whose environments' calls stay in order."""
     times = Counter(map(id, environments))
     return {i for i, one in enumerate(environments) if getattr(one, "_in_order", False) or times[id(one)] > 1}
 
 
 def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the environment that TRL will give to each row, and make those that its pool lacks."""
+    """Return the environment that TRL will give to each row; make environments that TRL's pool lacks."""
     names = [row.get("environment") if trainer._multi_environment else None for row in rows]
     if trainer.environment_factories is None or not set(names) <= set(trainer.environment_factories):
         return []
@@ -66,7 +66,7 @@ def environments_at_once(
 def methods_at_once(
     environments: Sequence[Any], method: str, rows: Sequence[Mapping[str, Any]], workers: int
 ) -> Iterator[None]:
-    """Let the first call of `method` inside a `with` start those of all environments.   rows: each call's arguments."""
+    """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments."""
     stay = in_order(environments)
     chosen = [
         (one, partial(getattr(one, method), **row))
@@ -74,7 +74,7 @@ def methods_at_once(
         if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
     ]
     batches = list[_Threads | _Tasks]()
-    for kind in (_Threads, _Tasks):  # async ones are called in the event loop, the others are not
+    for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
         calls = [(one, call) for one, call in chosen if iscoroutinefunction(call.func) == (kind is _Tasks)]
         batches.append(batch := kind([call for _, call in calls], workers))
         for i, (one, _) in enumerate(calls):
@@ -109,7 +109,7 @@ class _Threads:
         return self._answers[i].result()
 
     def _work(self) -> None:
-        with suppress(IndexError):  # none waits any more
+        with suppress(IndexError):  # no call waits any more
             while True:
                 call, answer = self._waiting.popleft()
                 try:
@@ -120,14 +120,14 @@ class _Threads:
                     answer.set_result(result)
 
     def end(self) -> None:
-        """Make no call that has not begun."""
+        """Drop the calls that have not begun."""
         with suppress(IndexError):
             while True:
                 self._waiting.popleft()[1].set_exception(TimeoutError("the batch was over before this call began"))
 
 
 class _Tasks:
-    """The same for async calls."""
+    """The same as _Threads, for async calls."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]], workers: int) -> None:
         self._calls = calls
@@ -142,7 +142,7 @@ class _Tasks:
         return self._tasks[i]
 
     def end(self) -> None:
-        """Cancel the calls that have not ended, all in one step of their loop: else the next one begins."""
+        """Cancel the calls that have not ended, all in one step of the event loop, so that no waiting call begins."""
         if not all(task.done() for task in self._tasks):
             self._tasks[0].get_loop().call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
 

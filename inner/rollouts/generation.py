@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with our order of prompts, objectives, tool errors and rewards.
+"""Extends TRL's GRPOTrainer: this project's order of prompts, objectives, tool errors and rewards.
 
     prompts (seed, inner step) ──▶ generate ⇄ tools ──▶ rewards, checked ──▶ dynamic sampling ──▶ batch
 
@@ -29,7 +29,7 @@ from inner.rollouts.toolloop import LeanToolLoop, total_rewards
 from inner.settings.objectives import check_settings
 from inner.usercode.reward_calls import RewardCalls
 
-MASKED = "sampling/masked"  # metric: share of sequences ("token_…": of tokens) with importance weight 0
+MASKED = "sampling/masked"  # metric: share of sequences (or of tokens: "token_…") with importance weight 0
 BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
 
 
@@ -41,11 +41,11 @@ class GenerationTrainer(LeanToolLoop):
 
     For subclasses:
 
-    _rewards   of the last generation, one per rollout
-    _completions  of the last generation: messages, or texts
+    _rewards   rewards of the last generation, one per rollout
+    _completions  completions of the last generation: messages, or texts
     """
 
-    reads_turns = False  # whether the subclass needs these two
+    reads_turns = False  # whether the subclass needs _rewards and _completions
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class GenerationTrainer(LeanToolLoop):
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:
         counted_F = self.reward_weights != 0
         if getattr(self.args, "soft_overlong_tokens", 0):
-            counted_F[-1] = False  # the penalty alone is no reward, and what is logged only is none
+            counted_F[-1] = False  # the length penalty alone, or a reward that is only logged, is not a known reward
         rewards_B_F[rewards_B_F[:, counted_F].isnan().all(dim=1)] = torch.nan
         if self._reward_calls is None:
             return rewards_B_F
@@ -156,14 +156,14 @@ class GenerationTrainer(LeanToolLoop):
         return settled
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the products of training. TRL's own, with LoRA, are float32 under bfloat16 autocast, too."""
+        """Generate with training's dtype of products. With LoRA, TRL uses float32 even under bfloat16 autocast."""
         if self.replayed is not None:
             return self.replayed.first_turns
         with without_dropout(self.model), nullcontext() if self.use_vllm else self.accelerator.autocast():
             return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Leave dropout to the loss: π_old is the policy that sampled."""
+        """Compute π_old without dropout, because the policy that sampled had none; only the loss has dropout."""
         with nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
@@ -191,9 +191,9 @@ class GenerationTrainer(LeanToolLoop):
         return batch
 
     def _silence_equal_groups(self, advantages_B: Tensor) -> None:
-        """Make advantages exactly 0 where a group's known rewards are equal, and record the share of such groups.
+        """Make advantages exactly 0 if a group's known rewards are equal, and record the share of such groups.
 
-        TRL's mean in float32 leaves 1e-8 and more there, of which Adam makes a whole step."""
+        TRL's mean in float32 leaves 1e-8 and more, and Adam would scale such a gradient to a step of full size."""
         values_B_C = self._rewards_by_function * self.reward_weights.to(self._rewards_by_function)
         if self.multi_objective_aggregation == "sum_then_normalize":
             values_B_C = total_rewards(self._rewards_by_function, self.reward_weights)[:, None]
@@ -209,7 +209,7 @@ class GenerationTrainer(LeanToolLoop):
         return cast(int, self.num_generations if self._mode() == "train" else self.num_generations_eval)
 
     def reward_completions(self, rows: list[dict[str, Any]]) -> Tensor:
-        """Generate one completion per row with the current weights; -> rewards (rows, functions), NaN if unknown."""
+        """Generate a completion per row with the current weights; return rewards (rows, functions), NaN if unknown."""
         with self._reward_calls.uncounted() if self._reward_calls is not None else nullcontext():
             super()._generate_and_score_completions(rows)
         return self._rewards_by_function
@@ -259,7 +259,7 @@ class GenerationSampler(Sampler):
 
 @contextmanager
 def without_dropout(model: Any) -> Iterator[None]:
-    """Turn dropout off inside a `with`, but keep the model's own mode, by which TRL knows training from evaluation."""
+    """Turn dropout off inside a `with`, but keep model.training, by which TRL knows training from evaluation."""
     modes = [(part, part.training) for part in model.modules() if part is not model]
     try:
         for part, _ in modes:

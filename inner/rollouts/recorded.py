@@ -1,19 +1,19 @@
-"""Train on recorded rollouts where there are some; record those that the trainer makes.
+"""Train on recorded rollouts if there are any; else let the trainer make rollouts, and record them.
 
     place = (t, g, k)      ──▶ found ──▶ TRL's own generation, with the recorded tokens, turns and rewards in it
     t outer step                 │ no
     g generation of the slot     ▼
     k its k-th bundle         generate ──▶ put ──▶ train (on the bundle that stands, if another was faster)
 
-A bundle with log-probs was sampled elsewhere, by an actor (acting.py), perhaps with older weights.  Then TRL's own
-correction counts: each token's loss times π_now / π_sampled, at most CLIP.
+A bundle with log-probs was sampled elsewhere, by an actor (acting.py), perhaps with older weights.  Then we use TRL's
+importance correction: each token's loss is multiplied by π_now / π_sampled, at most CLIP.
 
 Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages, lessons and metrics are computed as
 always, and the random states go on as they were after the recorded generation.  So if the weights are equal, the
 gradients are equal, bit for bit, and later generations are those that the first process would have made.
 
-Nothing is recorded in an evaluation.  Not promised: images; vLLM's random numbers; what an environment of the user's
-keeps between episodes.
+An evaluation records nothing.  Not promised: images; vLLM's random numbers; state that a user's environment keeps
+between episodes.
 """
 
 import json
@@ -32,7 +32,7 @@ from inner.settings.contradictions import UNCORRECTED
 if TYPE_CHECKING:
     from inner.train.policy import PolicyTrainer
 
-CLIP = 2.0  # the most that a token of an actor's rollout counts (truncated importance sampling)
+CLIP = 2.0  # largest importance weight of a token of an actor's rollout (truncated importance sampling)
 
 
 class BundlePlace(NamedTuple):
@@ -43,22 +43,22 @@ class BundlePlace(NamedTuple):
     bundle: int
 
 
-Unfit = Callable[[Bundle], str]  # why this trainer cannot train on a bundle; "": it can
+Unfit = Callable[[Bundle], str]  # returns why this trainer cannot train on a bundle; "" if it can
 
 
 class TooFar(str):
-    """Why the present weights are too far from those that sampled a bundle (drift.py)."""
+    """The reason for a bundle whose weights are too far from the present weights (drift.py)."""
 
 
 class Places(Protocol):
-    """Where bundles are kept."""
+    """A store of bundles."""
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that fits."""
         ...
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
-        """Record `made`. Return the bundle that stands: `made`, unless another process was faster."""
+        """Record `made`. Return the bundle in the store: `made`, or another process's bundle if it came first."""
         ...
 
 
@@ -77,7 +77,7 @@ def record_rollouts(trainer: "PolicyTrainer", places: Places) -> None:
 
 
 class _Recorded(GenerationTrainer):
-    """A trainer's methods with `places`."""
+    """A trainer's methods that find and record rollouts in `places`."""
 
     places: Places
     _newest: BundlePlace
@@ -127,7 +127,7 @@ class _Recorded(GenerationTrainer):
 
     @contextmanager
     def _corrected(self, is_due: bool) -> Iterator[None]:
-        """Let TRL correct for another sampler inside a `with`; it does so where it believes to use vLLM."""
+        """Make TRL apply its importance correction inside a `with`: pretend that vLLM sampled."""
         own = self.use_vllm
         self.use_vllm = own or is_due
         try:
@@ -155,8 +155,8 @@ class _Recorded(GenerationTrainer):
         if self.replayed is None:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
             if self._made is not None:
-                first = self.accelerator.process_index * len(prompts)  # TRL has gathered those of all ranks
-                own = rewards[first : first + len(prompts)].cpu()  # ranks gather them
+                first = self.accelerator.process_index * len(prompts)  # TRL has gathered the rewards of all ranks
+                own = rewards[first : first + len(prompts)].cpu()  # this rank's rewards
                 self._made |= {"prompts": list(prompts), "rewards": own, "names": list(self.reward_func_names)}
                 self._made["weights"] = self.reward_weights.tolist()
                 self._made["environments"] = self._batch_environments if self._multi_environment else None
@@ -202,7 +202,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
 
 def has_dropout(trainer: Any) -> bool:
-    """Whether the loss of this trainer has dropout.  π_old has none, so their ratio would be noise."""
+    """Whether the loss of this trainer has dropout.  π_old has no dropout, so the ratio to it would be noise."""
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in trainer.model.modules())
 
 
@@ -214,7 +214,7 @@ def is_truncated(trainer: Any) -> bool:
 
 
 def _begins_as(prompt: Any, row: Mapping[str, Any], adds: bool) -> bool:
-    """Whether a recorded prompt is a row's.   adds: an environment may have added to the last message's content."""
+    """Whether a recorded prompt comes from this row.   adds: an environment may have appended to the last message."""
     asked = row.get("prompt", [{"role": "user", "content": ""}])  # as TRL has it
     if not prompt or not isinstance(prompt, list) or not isinstance(asked, list):
         return prompt == asked
@@ -230,7 +230,7 @@ def _plain(value: Any) -> str:
 
 
 def _starts_with(content: Any, before: Any) -> bool:
-    """Whether a content is another one with something added: text to text, or parts to parts or to a text."""
+    """Whether `content` begins with `before`: a text with a text, or a list of parts with parts or a text."""
     if isinstance(content, str) and isinstance(before, str):
         return content.startswith(before)
     before = [{"type": "text", "text": before}] if isinstance(before, str) else before
@@ -239,7 +239,7 @@ def _starts_with(content: Any, before: Any) -> bool:
 
 
 def _renders(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) -> bool:
-    """Whether the prompts' tokens are those of this trainer.   A template that reads the clock is not asked."""
+    """Whether this trainer gives the prompts the recorded tokens.   True if the template depends on the clock."""
     if "strftime_now" in str(trainer.chat_template or getattr(trainer.processing_class, "chat_template", "")):
         return True
     known = dict[str, list[int]]()

@@ -1,6 +1,6 @@
-"""The rollouts of a recorded bundle as messages, and the states of a rollout in the form of recorded traces.  No torch.
+"""Converts a recorded bundle to rollouts as messages, and a rollout to states as in recorded traces.  No torch.
 
-    bundle (bundle.py) ──▶ SampledRollout (sample.py) ──▶ a TraceState for each of its own turns with an action
+    bundle (bundle.py) ──▶ SampledRollout (sample.py) ──▶ a TraceState for each turn of the student with an action
 
 Not promised: tokens; states of turns that are not in the sample.
 """
@@ -22,7 +22,7 @@ from inner.rollouts.sample import RolloutBatch, SampledRollout
 def rollout_states(
     rollout: SampledRollout, name: str, tools: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
 ) -> list[TraceState]:
-    """Return one state for every turn of the rollout's own in which the student took an action.
+    """Return one state for every turn after the prompt in which the student took an action.
 
     tools  environment's name ("" for none) -> JSON schemas"""
     messages = rollout["messages"]
@@ -59,7 +59,7 @@ def _first_failure(results: Sequence[Message]) -> dict[str, Any]:
 
 
 def bundle_rollouts(payload: bytes, secrets: Iterable[str] = ()) -> list[SampledRollout]:
-    """Return all rollouts of a bundle.   secrets: texts to mask.   Raise ValueError if the bytes are no bundle."""
+    """Return all rollouts of a bundle.   secrets: texts to mask.   Raise ValueError if the bytes are not a bundle."""
     try:
         header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
         said = json.loads(header["__metadata__"]["bundle"])

@@ -1,4 +1,4 @@
-"""A small, fair sample of the student's rollouts, kept so that they can be recorded as traces.
+"""Keeps a small, uniform random sample of the student's rollouts, to record them as traces.
 
     trainer ── every rollout ──▶ RolloutSample ── take(n) ──▶ n of them ──▶ rollout_states (rollout_states.py)
                                  reservoir of MOST: all rollouts since the last take are equally likely
@@ -6,11 +6,11 @@
     {"messages": [system, user, assistant, tool, assistant], "first": 2,      messages[first:] are the rollout's own
      "reward": 0.0, "environment": null, "unsure": {"2": 1.39}}
 
-    unsure[i]   entropy −Σ p log p over the actions of the group's rollouts that have the same messages[:i]
+    unsure[i]   entropy −Σ p log p over the actions of those rollouts of the group that have the same messages[:i]
 
 The sample has its own random state, so training does not depend on it.
 
-Secrets of the environment are masked (inner/masking.py).
+Secrets in this process's environment variables are masked (inner/masking.py).
 
 Not promised: that a prompt or a tool's output has no other secret. Every reader of the run can read its rollouts.
 """
@@ -31,7 +31,7 @@ MOST_BYTES = 256 * 1024  # size of one take, as JSON
 
 
 class SampledRollout(TypedDict):
-    """One rollout, in the form above."""
+    """One rollout, in the form of the module's head."""
 
     messages: list[Message]
     first: int
@@ -66,7 +66,7 @@ class RolloutSample:
                 self._kept[at] = (batch, i)
 
     def take(self, n: int, secrets: Iterable[str] = ()) -> list[SampledRollout]:
-        """Take at most n of the rollouts since the last take, within MOST_BYTES; one that does not fit is left out."""
+        """Take at most n of the rollouts since the last take, within MOST_BYTES; skip a rollout that does not fit."""
         kept = self._kept
         self._kept = []
         self._seen = 0
@@ -103,7 +103,7 @@ class RolloutBatch:
 
 
 def turn_entropies(own: Sequence[Message], siblings: Sequence[Sequence[Message]], first: int) -> dict[str, float]:
-    """Return, per turn of the rollout's own (by its index), the entropy of the group's actions there, in nats."""
+    """Return index of the turn -> entropy of the group's actions at that turn, in nats, for turns after the prompt."""
     found: dict[str, float] = {}
     for i, turn in enumerate(own):
         if turn.get("role") == "assistant":

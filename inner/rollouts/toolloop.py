@@ -1,4 +1,4 @@
-"""TRL's tool loop without its repeated work, and with a callback for each generation.
+"""Runs TRL's tool loop without its repeated work, and with a callback for each generation.
 
     per step of 64 rollouts            as shipped      here
     JSON schemas of the tools          per prompt      once
@@ -31,7 +31,7 @@ try:
 except ImportError:  # another version: use its own parsing
     load_response_template = None
 
-CACHED = 4096  # entries; there may be endless different tool results
+CACHED = 4096  # most cache entries, because the number of different tool results is unlimited
 
 # (prompts, completions, rewards, each rollout's environment name)
 OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]

@@ -8,9 +8,9 @@ later call finds its result.  So tokens, masks and the order of messages are tho
 rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
-because its environment is still busy.  Its place goes to the next rollout.  An async call is cancelled instead.
+because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead.
 
-Not promised: tools that several rollouts share need locks of their own; a thread that hangs is left behind; an end of
+Not promised: locks around tools that several rollouts share; an end of a thread that hangs (it is left behind), or of
 an async tool that blocks the event loop.
 """
 
@@ -68,14 +68,14 @@ class ToolsAtOnce:
         self._in_order = in_order
         self._free = workers
         self._waiting = deque[tuple[int, Sequence[_Call]]]()  # in the loop's order, so none waits behind a hanging one
-        self._begun: dict[int, int] = {}  # rollout -> messages at its newest turn that was started
-        self._turns: dict[int, Sequence[_Call]] = {}  # the calls of that turn
-        self._results: dict[int, list[_Call]] = {}  # those that the loop has not asked for
+        self._begun: dict[int, int] = {}  # rollout -> number of messages at its newest started turn
+        self._turns: dict[int, Sequence[_Call]] = {}  # rollout -> the calls of that turn
+        self._results: dict[int, list[_Call]] = {}  # rollout -> calls whose results the loop has not taken yet
         self._hanging = set[int]()
         self._lock = threading.Lock()
 
     def tools(self, *, asynchronous: bool = False) -> list[dict[str, Callable[..., Any]]]:
-        """Return the rollouts' tools as TRL calls them: each waits for its result.   asynchronous: the async ones."""
+        """Return the rollouts' tools for TRL's loop: each waits for its result.   asynchronous: the async tools."""
         return [
             {
                 name: tool if row in self._in_order else self._instead_of(tool, row)
@@ -103,7 +103,7 @@ class ToolsAtOnce:
             return call.answer.result(self._limit_s)
         except NoResult:
             with self._lock:
-                if call.answer.done():  # just now, or it is the tool's own TimeoutError
+                if call.answer.done():  # answered just now, or the tool itself raised TimeoutError
                     return call.answer.result()
                 self._hanging.add(row)
                 for other in self._turns[row]:
@@ -135,7 +135,7 @@ class ToolsAtOnce:
             threading.Thread(target=self._run, args=self._waiting.popleft(), daemon=True).start()
 
     def _call(self, row: int, asked: Mapping[str, Any]) -> "_Call | None":
-        """Return the call, None if TRL's loop does not make it: another type, an unknown name, no arguments by name."""
+        """Return the call; None if TRL's loop does not make it: another type, unknown name, arguments without names."""
         function = asked.get("function") if asked.get("type") == "function" else None
         tool = self._tools[row].get(function["name"]) if function else None
         arguments = function.get("arguments") if function else None
@@ -147,7 +147,7 @@ class ToolsAtOnce:
             call.started.set()
             found = _answer(call)
             with self._lock:
-                if row in self._hanging:  # too late: the loop has given this thread's place to another
+                if row in self._hanging:  # too late: the next rollout already has this thread's place
                     return
                 found(call.answer)
         self._run_async([call for call in calls if call.is_async])
@@ -173,7 +173,7 @@ class _Call:
 
 
 def _answer(call: _Call) -> Callable[[Future[Any]], None]:
-    """Make the call. Return what puts its result, or its error, into a future."""
+    """Make the call. Return a function that puts its result, or its error, into a future."""
     try:
         result = call.tool(**call.arguments)
     except BaseException as error:

@@ -1,5 +1,5 @@
-"""The settings of the loss's three channels, and how the weights change over a run: [inner.sdpo], [inner.replay].
-[inner.process] is here, too.
+"""Defines the settings of the loss's channels, [inner.sdpo], [inner.replay] and [inner.process], and how the channels'
+weights change over a run.
 
     total(t) = grpo.weight · policy  +  α(t) · sdpo  +  β(t) · replay           t: the committed outer step
 
@@ -51,7 +51,7 @@ class SdpoSettings(Table):
     context: str = setting(
         "hint",
         '"hint": a hint stands in front of each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
-        '"rollout": as in the SDPO paper, the whole response after the success of a sibling and the errors.',
+        '"rollout": as in the SDPO paper, the teacher reads a sibling\'s success and the errors, then the response.',
         one_of=CONTEXTS,
     )
     teacher: str = setting(
@@ -82,10 +82,10 @@ class SdpoSettings(Table):
     taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
     taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
     entropy_opd_h_max: float | None = setting(
-        None, "Nats of entropy at which the soft gate is open; without it log V, at which it hardly opens.", above=0
+        None, "Entropy in nats at which the soft gate is open; without it log V, so it hardly opens.", above=0
     )
     eopd_threshold: float | None = setting(
-        None, "Nats of the teacher's entropy above which the hard gate adds forward KL.", least=0
+        None, "Teacher's entropy in nats above which the hard gate adds forward KL.", least=0
     )
 
     @property
@@ -94,7 +94,7 @@ class SdpoSettings(Table):
 
     @property
     def may_collapse(self) -> bool:
-        """Whether the model is its own teacher at full weight. In a measurement the reward fell from .94 to 0."""
+        """Whether the live model is its own teacher with weight ≥ 1. In a measurement the reward fell from .94 to 0."""
         return self.teacher == "live" and max(self.weight, self.weight_end or 0) >= 1
 
     def check(self) -> None:
@@ -126,7 +126,7 @@ class SdpoSettings(Table):
 
 @dataclass(frozen=True)
 class ReplaySettings(Table):
-    """Preference pairs, such as a run's own traces make."""
+    """Preference pairs, for example from a run's own traces."""
 
     path: ClassVar[str] = "inner.replay"
     error: ClassVar[type[Exception]] = ChannelError
@@ -145,7 +145,7 @@ class ReplaySettings(Table):
     )
     dpo_beta: float = setting(0.1, "β of DPO.", above=0)
     label_smoothing: float = setting(0.0, "Anchor of DPO: the probability that a pair is reversed.", least=0)
-    nll_weight: float = setting(0.0, "Anchor of DPO: the chosen's NLL; 1 where pairs share most words.", least=0)
+    nll_weight: float = setting(0.0, "Anchor of DPO: the chosen side's NLL; 1 if pairs share most words.", least=0)
     dpop_lambda: float = setting(0.0, "Anchor of DPO: λ of DPO-Positive.", least=0)
     simpo_beta: float = setting(2.0, "β of SimPO.", above=0)
     simpo_gamma: float = setting(1.0, "Margin γ of SimPO, absolute.", least=0)

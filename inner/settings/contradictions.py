@@ -1,7 +1,7 @@
-"""Contradictions between optional settings, of which a plain run has none: loop = "supervised", rewards, sdpo, process,
-vllm, boxes.
+"""Find contradictions between optional settings, which a plain run does not use: loop = "supervised", rewards, sdpo,
+process, vllm, boxes.
 
-Not promised: contradictions inside one table (but [inner.rewards]), which its own class finds.  No torch here.
+Not promised: contradictions inside one table, except [inner.rewards]; the table's class finds them.  No torch here.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ from inner.tasks.spec import HARBOR
 if TYPE_CHECKING:
     from inner.settings.inner import InnerConfig
 
-UNCORRECTED = ("gmpo",)  # losses that TRL takes without the correction for another sampler
+UNCORRECTED = ("gmpo",)  # losses for which TRL has no importance correction for another sampler
 
 
 def check_options(config: "InnerConfig") -> None:
-    """Raise InnerError if settings of these options contradict others."""
+    """Raise InnerError if settings of these options contradict other settings."""
     if config.loop == "supervised":
         _check_supervised(config)
         return
@@ -31,7 +31,7 @@ def check_options(config: "InnerConfig") -> None:
 
 
 def _check_dropout(config: "InnerConfig") -> None:
-    """Refuse dropout in a loss with π_old, which has none: r would be noise, and most of it outside of the clip."""
+    """Refuse dropout in a loss with π_old, which has no dropout: the ratio r would be noise, mostly clipped."""
     dropout, disabled = config.lora.dropout if config.lora else 0.0, config.trl.get("disable_dropout")
     if dropout and disabled:
         raise InnerError(

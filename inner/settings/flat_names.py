@@ -1,4 +1,4 @@
-"""The name of a setting outside its table (as a keyword), its place in a run.toml, and what an unknown key may mean.
+"""Maps names of settings outside their tables (keywords) to places in a run.toml, and guesses unknown keys' meaning.
 
     alpha_sdpo = 0.1     a keyword of ComposerReplicationTrainer and compose_loss          (the channels' settings)
                          in [inner] of a run.toml: refused, "write weight in the table [inner.sdpo]"
@@ -69,7 +69,7 @@ FLAT_NAMES: dict[str, str] = {
 
 # a removed setting -> its replacement, and a note on it; no keyword has the old name any more
 GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
-# the same for a key that became a table; dotted names
+# dotted name of a setting that became a table -> that table, and a note on it
 NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself"}
 MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
 
@@ -78,7 +78,7 @@ def unknown_text(name: str, known: Iterable[str]) -> str:
     """Return the error for a key that is not in `known`, dotted names: its new place, or the most similar key."""
     known = list(known)
     moved: Mapping[str, str] = {}
-    if "inner.trl" in known:  # else a table of its own, which shares no names with [inner]
+    if "inner.trl" in known:  # without it, `known` is a single table, which shares no names with [inner]
         known += [f"inner.trl.{each}" for each in HANDED_THROUGH]
         moved = MOVED
     if name in moved:

@@ -1,4 +1,4 @@
-"""The interface between the inner loop and the outer loop that drives it: a config, seeds, and InnerLoop's members.
+"""Defines the interface between the inner loop and the outer loop that drives it: InnerConfig, Seeds and InnerLoop.
 
     InnerConfig   plain data, read from and written to JSON; the defaults are the values that we recommend
     Seeds         data (the order), start (the first inner step), noise (sampling)
@@ -63,8 +63,8 @@ Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # yields the committed θ 
 class Seeds:
     """`data` fixes the order of the data, `start` the first inner step of this session, `noise` the sampling.
 
-    Sessions of one slot share `data`. Each starts at the inner step where the last one stopped, with another `noise`.
-    share: the part of prompts and pairs that this replica reads; None: all of them, in the order of `data`."""
+    Sessions of one slot share `data`. Each session starts at the inner step where the previous session stopped, with
+    another `noise`.   share: the prompts and pairs that this replica reads; None: all, in the order of `data`."""
 
     data: int
     noise: int
@@ -107,7 +107,7 @@ class InnerConfig(Table):
     )  # fmt: skip
     optimizer: str = setting(
         "adamw",
-        '"muon": torch.optim.Muon for matrices, at AdamW\'s size of step, and AdamW for embeddings, head, norms and '
+        '"muon": torch.optim.Muon for matrices, with AdamW\'s step size, and AdamW for embeddings, head, norms and '
         "biases. "
         '"adamw8bit": bitsandbytes\', moments in 8 bits, on CUDA.',
         one_of=OPTIMIZERS,
@@ -138,7 +138,7 @@ class InnerConfig(Table):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data. The engine's dtype is written even if it is that of the weights."""
+        """Return the settings as plain data. Include the engine's dtype even if it equals the weights' dtype."""
         values = super().to_dict()
         if self.vllm is not None:
             values["vllm"]["dtype"] = self.engine_dtype
@@ -213,7 +213,7 @@ class InnerConfig(Table):
 
     @property
     def own_code(self) -> str:
-        """The user's code as messages name it: the rewards, else the environment, else the process reward."""
+        """The user's code, as messages name it: the rewards; without any, the environment, else the process reward."""
         process = self.process.function if self.process is not None else None
         return ", ".join(self.rewards.lines.values()) or self.sampling.environment or process or ""
 
@@ -223,7 +223,7 @@ class InnerConfig(Table):
         return None if self.rewards.lines or self.sampling.boxes else self.data.task
 
     def check(self) -> None:
-        """Raise InnerError if settings contradict each other. It runs before any download or rental."""
+        """Raise InnerError if settings contradict each other. This check runs before any download or rental."""
         if self.dtype == "float16":
             raise InnerError(FLOAT16.format('inner.dtype = "float16"'))
         if self.dtype not in DTYPES:
@@ -339,7 +339,7 @@ def lr_factor(config: InnerConfig, step: int, replicas: int) -> float:
 
 
 class InnerLoop(Protocol):
-    """The members that a driver may use. `optimizer` is the raw torch optimizer, for drivers' hooks."""
+    """The members of a loop that its driver may use. `optimizer` is the raw torch optimizer, for the driver's hooks."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -365,5 +365,5 @@ class InnerLoop(Protocol):
         ...
 
     def sample(self, n: int) -> dict[str, Any]:
-        """Return at most n of the rollouts since the last sample, as plain data; {} if there are none."""
+        """Return at most n of the rollouts since the last call of `sample`, as plain data; {} if there are none."""
         ...

@@ -1,4 +1,4 @@
-"""The channels' settings as keywords of ComposerReplicationTrainer and compose_loss.
+"""Converts the channels' settings from and to keywords of ComposerReplicationTrainer and compose_loss.
 
     alpha_sdpo = 0.1, sdpo_wrapper = "taid"     ◀──▶     ChannelSettings: sdpo.weight, sdpo.wrapper
 
@@ -24,7 +24,7 @@ CHANNEL_KEYWORDS: dict[str, tuple[str, str]] = {
 
 
 def channels_from_keywords(**keywords: Any) -> ChannelSettings:
-    """Make the settings from a trainer's keywords. Errors use these names, too.   Raises ChannelError."""
+    """Make the settings from a trainer's keywords. Error texts name the keywords.   Raises ChannelError."""
     tables: dict[str, dict[str, Any]] = {"sdpo": {}, "replay": {}, "grpo": {}, "schedule": {}}
     for name, value in keywords.items():
         table, key = CHANNEL_KEYWORDS[name]

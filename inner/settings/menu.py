@@ -1,4 +1,4 @@
-"""The objectives in words: the menu of `diloco objectives` (docs/channels.md), and a warning of those that do nothing.
+"""Describes the objectives: the menu of `diloco objectives` (docs/channels.md), and a warning on knobs without effect.
 
 Not promised: a stable text; programs read the table PO_OBJECTIVES.
 """

@@ -4,9 +4,9 @@
 
     make_po_config("gspo", learning_rate=1e-6)                inner/settings/poconfig.py
         │ fixed      loss_type, importance_sampling_level, …    they define GSPO: another value raises an error
-        │ values     epsilon = 3e-4, …                          the paper's; you can change them
+        │ values     epsilon = 3e-4, …                          the paper's values; you can change them
         │ stale      4 steps per generation                     without it r = 1, and GSPO is GRPO
-        └▶ POConfig  a GRPOConfig with all these values, or an error if it has others
+        └▶ POConfig  a GRPOConfig with all these values; an error if TRL's config holds other values
 
 In an on-policy run (num_iterations = 1, and each generation serves at most one inner step), r = 1 everywhere. Then
 clip ranges, caps and the sequence ratio do nothing. If an objective depends on them, a warning names the settings.
@@ -26,8 +26,8 @@ from inner.errors import InnerError
 from inner.settings.tables import Table, setting
 
 SCALE_REWARDS = ("batch", "group", "none")
-NEVER_CLIPS = 0.05  # epsilon; s is a mean over tokens and changes by thousandths
-RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # they act only on π / π_old
+NEVER_CLIPS = 0.05  # an epsilon that never clips s, because s is a mean over tokens and changes by thousandths
+RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # knobs that act only on π / π_old
 
 
 class ObjectiveError(InnerError, ValueError):
@@ -36,7 +36,7 @@ class ObjectiveError(InnerError, ValueError):
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective.   ratio: the knobs that distinguish it and need π ≠ π_old.   ignores: knobs it never reads.
+    """One objective.   ratio: its own knobs that have no effect if π = π_old.   ignores: knobs that it never reads.
     stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what the objective becomes if π = π_old."""
 
     title: str
@@ -83,7 +83,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         title="token mean over the micro-batch, A scaled by the batch",
         paper="TRL's loss of that name",
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the micro-batch, A / std of the batch",
-        when="sparse rewards at a large micro-batch; the result depends on the micro-batch's size",
+        when="sparse rewards and a large micro-batch; the result depends on the micro-batch's size",
         fixed=_fixed_settings("bnpo", scale_rewards="batch"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),
@@ -261,7 +261,7 @@ def exactly_on_policy(settings: Mapping[str, Any]) -> bool:
 
 
 def inert_knobs(name: str, settings: Mapping[str, Any], asked: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Return the knobs without effect in a run with these settings, among those of the objective and of the user."""
+    """Return the knobs, of the objective and of the user, that have no effect in a run with these settings."""
     if not exactly_on_policy(settings):
         return ()
     counted = [*find_objective(name).ratio, *(knob for knob in RATIO_KNOBS if (asked or {}).get(knob) is not None)]
@@ -278,20 +278,20 @@ class GrpoSettings(Table):
     path: ClassVar[str] = "inner.grpo"
 
     objective: str = setting(
-        "dr_grpo", "A name of the menu (`diloco objectives`); a setting below that is left out has its value."
+        "dr_grpo", "A name of the menu (`diloco objectives`); it sets each setting below that you leave out."
     )
     weight: float = setting(
-        1.0, "Weight of the policy loss beside distillation and replay; 0: those alone, as in the SDPO paper.", least=0
+        1.0, "Weight of the policy loss beside distillation and replay; 0: no policy loss, as in SDPO.", least=0
     )
-    loss_type: str | None = setting(None, "TRL's loss_type, which the objective fixes: another one is refused.")
+    loss_type: str | None = setting(None, "TRL's loss_type, which the objective fixes; another value is refused.")
     scale_rewards: str | None = setting(None, '"group", "batch" or "none": the divisor of advantages.')
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
     dynamic_sampling: int | None = setting(
-        None, "Further generations per batch, at most, to replace groups whose rewards all agree."
+        None, "Most further generations per batch, to replace groups whose rewards are all equal."
     )
     soft_overlong_tokens: int | None = setting(
-        None, "The last tokens before max_completion_length, which cost up to 1 of reward."
+        None, "Length penalty: the last tokens before max_completion_length cost up to 1 of reward."
     )
     steps_per_generation: int | None = setting(
         None, "Micro-batches that one generation serves (default: those of one inner step).", above=0
@@ -303,7 +303,7 @@ class GrpoSettings(Table):
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """The objective's settings that this run overrides."""
+        """The settings of the objective that this run overrides."""
         return {knob: value for knob in OBJECTIVE_KNOBS if (value := getattr(self, knob)) is not None}
 
 

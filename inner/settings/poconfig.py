@@ -1,9 +1,9 @@
-"""TRL's GRPOConfig with the name of its objective.
+"""Extends TRL's GRPOConfig by the name of its objective, and by two settings that TRL lacks.
 
     POConfig(GRPOConfig)
         objective              a name of the menu (inner.settings.objectives); the other fields must match it
         dynamic_sampling       most further generations per batch, to replace groups with equal rewards; 0: off
-        soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0 off   (DAPO, eq. 13)
+        soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0: off  (DAPO, eq. 13)
 
 POConfig checks itself when it is made.
 
@@ -46,8 +46,8 @@ class POConfig(GRPOConfig):
 
 
 def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:
-    """Return a POConfig (TRL's GRPOConfig and three fields) of the objective with `overrides`. Raises ObjectiveError
-    if they make it another objective. Warns if the objective has no effect in this run."""
+    """Return a POConfig (TRL's GRPOConfig and three fields) of the objective with `overrides`. Raises ObjectiveError if
+    the overrides make it another objective. Warns if the objective has no effect in this run."""
     known = POConfig.__dataclass_fields__
     if unknown := sorted(set(overrides) - set(known)):
         near = get_close_matches(unknown[0], known, n=1)

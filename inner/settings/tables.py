@@ -52,7 +52,7 @@ class Bounds:
 
 
 def setting(default: Any, sentence: str, **bounds: Any) -> Any:
-    """Declare a field of a table.   default: a value, or a class that is called for it.   bounds: of Bounds."""
+    """Declare a field of a table.   default: a value, or a class to be called for it.   bounds: fields of Bounds."""
     metadata = {"sentence": sentence, "bounds": Bounds(**bounds)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)

@@ -1,4 +1,4 @@
-"""The tables of [inner] except those of the loss: data, sampling, vllm, rewards, schedule, lora; and the user's files.
+"""Defines the tables of [inner] other than the loss's: data, sampling, vllm, rewards, schedule, lora; and user files.
 
     [inner.data] ──▶ prompts ──▶ [inner.sampling] ──▶ completions ──▶ [inner.rewards] ──▶ [inner.grpo]     loss
          └ text ──▶ next-token loss                    [inner.toolworld]: a built-in task
@@ -29,7 +29,7 @@ OFF = "off"
 IMPORTANCE_MODES = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate", OFF)
 LR_REPLICAS: dict[str, Callable[[int], float]] = {"constant": lambda n: 1.0, "sqrt": sqrt, "linear": float}
 
-# the user's files: the kind, by which `files`, run.json and errors name a file ─▶ its setting
+# the user's files: kind (`files`, run.json and errors name a file by its kind) ─▶ its setting
 FILE_SETTINGS = {
     "reward": "rewards.function", "environment": "sampling.environment", "prompts": "data.prompts",
     "pairs": "replay.pairs", "text": "data.text", "process": "process.function", "process_head": "process.head",
@@ -40,11 +40,11 @@ EVAL = "eval"  # kind: the held-out prompts of [eval], which is not in [inner]
 
 @dataclass(frozen=True)
 class ScheduleSettings(Table):
-    """Settings that move with the committed outer step, so that a replica that joins late has the others' values."""
+    """Settings that change with the committed outer step, so that a late replica has the same values as the others."""
 
     path: ClassVar[str] = "inner.schedule"
 
-    lr_shape: str = setting("constant", "How inner.lr falls to lr_end × inner.lr after its rise.", one_of=LR_SHAPES)
+    lr_shape: str = setting("constant", "How inner.lr falls to lr_end × inner.lr after the warm-up.", one_of=LR_SHAPES)
     lr_warmup: int = setting(0, "Outer steps over which inner.lr rises in equal parts.", least=0)
     lr_steps: int | None = setting(
         None, 'Outer steps until the end of "linear" and "cosine", warm-up included; then constant.', above=0
@@ -127,7 +127,7 @@ class DataSettings(Table):
 
     @property
     def source(self) -> str | list[str] | None:
-        """The prompts' source as the config names it: files, datasets, or a task."""
+        """The source of the prompts, as the config names it: files, datasets, or a task."""
         return self.task if self.prompts is None else self.prompts
 
     @property
@@ -158,7 +158,7 @@ def check_sources(name: str, prompts: str | list[str] | None) -> None:
 
 @dataclass(frozen=True)
 class RewardSettings(Table):
-    """The reward functions, and what happens if one of them fails."""
+    """The reward functions, and the treatment of their failures."""
 
     path: ClassVar[str] = "inner.rewards"
 
@@ -192,7 +192,7 @@ class RewardSettings(Table):
     def lines(self) -> dict[str, str]:
         """Kind -> spelling, in the order in which rewards are called: {"reward.brief": "reward.py:brief", …}.
 
-        Sorted by the name of the function or model. So the order is the same on every machine."""
+        The lines are sorted by the name of the function or model, so that every machine has the same order."""
         if self.function is not None:
             return {"reward": self.function}
         return {f"reward.{reward_name(s)}": s for s in sorted(self.functions, key=reward_name)}
@@ -297,7 +297,7 @@ class LoraSettings(Table):
     base: str | None = setting(
         None, 'The frozen model in 4 bits: "nf4" (QLoRA; the extra `nf4`). Default: in inner.dtype.', one_of=("nf4",)
     )
-    freeze_a: bool = setting(False, "Train B alone: then the mean of the products is the product of the means.")
+    freeze_a: bool = setting(False, "Train only B: then the mean of the products is the product of the means.")
 
     def check(self) -> None:
         if self.r < 1:
@@ -349,7 +349,7 @@ class VllmSettings(Table):
         '("mask") or cap it ("truncate"); "off" saves a forward, for an engine in the trainer\'s dtype.',
         one_of=IMPORTANCE_MODES,
     )
-    importance_clip: float = setting(3.0, "The largest ratio that counts as it is.", above=0)
+    importance_clip: float = setting(3.0, "The largest ratio that is used unchanged.", above=0)
 
     @property
     def corrects(self) -> bool:

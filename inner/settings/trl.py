@@ -1,4 +1,4 @@
-"""[inner.trl]: settings of TRL's GRPOConfig that have no other key in the run; checked without importing TRL.
+"""Checks [inner.trl], the settings of TRL's GRPOConfig that have no other key in the run, without importing TRL.
 
     name ─▶ in TRL_FIELDS?  no: error with a similar name ─▶ does the run set it?  yes: error with the key to use
          ─▶ of the type that TRL declares, and in a range in which its loss is a number?     ─▶ GRPOConfig(**…)
@@ -114,7 +114,7 @@ _ELSEWHERE = {
     "nothing: no prompt is cut; leave rows that are too long out of the file": ("max_prompt_length",),
     "nothing: weights are trained as they are; [inner.lora] needs little memory": ("load_in_4bit", "load_in_8bit"),
 }  # fmt: skip
-# the same for names from older TRLs, PEFT and other trainers
+# name in older TRLs, PEFT and other trainers -> the key that sets it in a run
 ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
 BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
@@ -149,7 +149,7 @@ _GENERATION = {
         "top_p", "top_k", "min_p", "repetition_penalty", "cache_implementation")},
 }  # fmt: skip
 GENERATION_OWNED = {name: instead for instead, names in _GENERATION.items() for name in names}
-# setting -> the one without which TRL never reads it
+# setting -> another setting without which TRL never reads it
 _PARTNERS = {"use_bias_correction_kl": "beta"} | dict.fromkeys(
     ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), "use_adaptive_entropy"
 )
@@ -204,7 +204,7 @@ def _range_fault(name: str, value: Any) -> str:
 
 
 def _check_generation(given: Any) -> None:
-    """Refuse keys of generation_kwargs that another key of the run sets: they would win, and the loss not know it."""
+    """Refuse keys of generation_kwargs that another key of the run sets: they would win, unknown to the loss."""
     if isinstance(given, str):
         given = _as_table(given)
     for name in given or ():
@@ -223,7 +223,7 @@ def _check_generation(given: Any) -> None:
 
 
 def _as_table(text: str) -> dict[str, Any]:
-    """Return the table that this JSON text is, as TRL reads it."""
+    """Parse this JSON text as a table, as TRL does."""
     try:
         given = json.loads(text)
     except ValueError:
@@ -261,7 +261,7 @@ def _check_reward_weights(config: "InnerConfig") -> None:
 
 
 def _check_batching(config: "InnerConfig") -> None:
-    """Refuse BATCHING: to generate, TRL 1.16 casts the whole model to bfloat16, and never back."""
+    """Refuse BATCHING: TRL 1.16 then casts the whole model to bfloat16 to generate, and never casts it back."""
     asked = [name for name in BATCHING if config.trl.get(name)]
     if asked and config.dtype == "float32" and config.autocast != "off":
         raise InnerError(
@@ -272,7 +272,7 @@ def _check_batching(config: "InnerConfig") -> None:
 
 
 def _check_policy_loss(config: "InnerConfig") -> None:
-    """Refuse settings of the policy loss where inner.grpo.weight = 0 leaves it out."""
+    """Refuse settings of the policy loss if inner.grpo.weight = 0 leaves the policy loss out."""
     unread = [name for name in _POLICY_LOSS if config.trl.get(name)]
     if unread and config.grpo.weight == 0:
         raise InnerError(
@@ -282,7 +282,7 @@ def _check_policy_loss(config: "InnerConfig") -> None:
 
 
 def _check_partners(config: "InnerConfig") -> None:
-    """Refuse settings of a part of the loss that another setting leaves off."""
+    """Refuse settings of a part of the loss that another setting turns off."""
     for name, partner in _PARTNERS.items():
         asked = config.trl.get(name)
         if asked is not None and asked is not False and not config.trl.get(partner):
@@ -293,8 +293,8 @@ def _check_partners(config: "InnerConfig") -> None:
 
 
 def _check_aggregation(config: "InnerConfig") -> None:
-    """Refuse TRL's normalize_then_sum, which ignores scale_rewards, under another scale than the group's, and beside a
-    penalty, which it blows up to the size of a reward."""
+    """Refuse TRL's normalize_then_sum with another scale_rewards than "group", because it ignores scale_rewards, and
+    with a length penalty, because it scales the penalty up to the size of a reward."""
     if config.trl.get("multi_objective_aggregation") != "normalize_then_sum":
         return
     scale = config.objective_settings["scale_rewards"]
@@ -317,7 +317,7 @@ def _check_aggregation(config: "InnerConfig") -> None:
 def other_objective_text(
     name: str, fixed: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any], changed: list[str]
 ) -> str:
-    """Return the error for TRL settings that make an objective another one.   fixed: objective -> what defines it."""
+    """Return the error for TRL settings that change an objective into another.   fixed: objective -> its settings."""
     seen = {knob: settings.get(knob) for knob in fixed[name]}
     others = [key for key, theirs in fixed.items() if all(seen.get(k) == v for k, v in theirs.items())]
     others += [key for key in fixed if key in seen.values() and key not in others and key != name]
@@ -331,7 +331,7 @@ def other_objective_text(
 
 
 def instead_in_words(instead: str) -> str:
-    """Return the end of an error message: the key to use instead, or why to leave the setting out."""
+    """Return the end of an error message: the key to use instead, or the reason to leave the setting out."""
     nothing, _, why = instead.partition("nothing: ")
     return f". Use {instead}" if nothing else f". Leave it out: {why}"
 

@@ -1,4 +1,4 @@
-"""The settings of TRL's GRPOConfig by their types; made and compared by tests/support/trl_table.py.
+"""Lists the settings of TRL's GRPOConfig with their types; tests/support/trl_table.py writes and checks this file.
 
 No torch here.
 """

@@ -1,4 +1,4 @@
-"""[inner.vllm]: generate with vLLM, in the replica's own process.   If the table exists, vLLM is on.
+"""Converts [inner.vllm], with which vLLM generates in the replica's own process.   If the table exists, vLLM is on.
 
     [inner.vllm]              an empty table: vLLM with the defaults of VllmSettings
     (no such table)           transformers generates

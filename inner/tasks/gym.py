@@ -2,11 +2,11 @@
 
     row i = create_dataset(name, seed = 1,000,000 · task_seed, size, **options)[i]
 
-The package seeds row i with seed + i, so neighbouring seeds share all rows but one. Ours are a million apart.
+The package seeds row i with seed + i, so neighbouring seeds share all rows but one. So our seeds are a million apart.
 
-    entry: the package's whole row as a Python literal. It keeps tuples, which JSON does not; two datasets score
-           differently without them
-    reply ── the last <answer>…</answer>, else all of it ──▶ score_answer(answer, entry)
+    entry: the package's whole row as a Python literal, because JSON does not keep tuples, and two datasets score
+           differently without tuples
+    reply ── the last <answer>…</answer>, else the whole reply ──▶ score_answer(answer, entry)
 
 Not promised: `composite`, because its options are objects of the package.
 """
@@ -21,13 +21,13 @@ from inner.errors import InnerError
 from inner.tasks.spec import TaskSpec
 
 SPREAD = 1_000_000  # distance between the package seeds of two task seeds
-FURTHER = 10  # times the size: most rows to make, because some may be left out
+FURTHER = 10  # make at most this many times the size in rows, because some may be left out
 GALLERY = "https://github.com/open-thought/reasoning-gym/blob/main/GALLERY.md"
 OURS = {"seed": "task_seed", "size": "task_size"}
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
-    """Yield the dataset's rows, more than spec.size if it has more.   Raises InnerError."""
+    """Yield the dataset's rows, also beyond spec.size if the dataset has more.   Raises InnerError."""
     dataset = _open_dataset(spec)
     for index in range(FURTHER * spec.size):
         try:

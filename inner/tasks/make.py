@@ -4,8 +4,8 @@
               PYTHONHASHSEED=0, random is seeded: several datasets of reasoning-gym iterate over sets of strings, or use
               the global generator. So equal settings give equal rows on any machine with these versions
 
-Rows that are among `known` (the training prompts, for a held-out set) are left out and counted; others replace them.
-The scorer is called for the first row, so that an error in it is found here.
+Rows in `known` (the training prompts, for a held-out set) are left out and counted; other rows replace them.
+We call the scorer for the first row, to find its errors before the run.
 
 Not promised: a time limit for a dataset that needs minutes per row. The caller may interrupt.
 """
@@ -28,7 +28,7 @@ from inner.tasks.spec import TaskSpec
 
 @dataclass(frozen=True)
 class MadeRows:
-    """The task's rows.   left_out: how many were left out because their prompts are known."""
+    """The task's rows.   left_out: number of rows left out because their prompts are known."""
 
     rows: list[dict[str, Any]]
     left_out: int
@@ -40,7 +40,7 @@ def make_rows(
     """Make the task's rows in a child process. The package must be installed (`refuse_absent`).   Raises InnerError.
 
     setting: the setting's name, for messages.   chat: whether prompts are messages or texts.
-    known: prompts that no row may have.   folder: base of a task's relative paths."""
+    known: prompts that no row may have.   folder: base folder of a task's relative paths."""
     with tempfile.TemporaryDirectory(prefix="task-") as scratch:
         answer = Path(scratch) / "answer.json"
         asked = {"spec": spec.to_json(), "known": [question_of(p) for p in known], "chat": chat, "answer": str(answer)}

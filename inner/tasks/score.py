@@ -1,4 +1,4 @@
-"""The reward of a task: call the package's own scorer with completions and the entries of their rows.
+"""Compute the reward of a task: call the package's own scorer with completions and the entries of their rows.
 
     completions, task (the spec as JSON), entry ──▶ scores              a pure function of the rows: no config is read
 
@@ -29,7 +29,7 @@ def score_replies(completions: Sequence[Any], task: Sequence[str], entry: Sequen
 
 
 def reply_text(completion: Any) -> str:
-    """Return the text of a completion's last message; of a text completion, the text."""
+    """Return the text of a completion's last message, or a text completion itself."""
     if isinstance(completion, str):
         return completion
     return str(completion[-1].get("content") or "") if completion else ""

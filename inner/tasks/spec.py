@@ -21,13 +21,13 @@ from inner.errors import InnerError
 
 MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
 HARBOR = "harbor"  # needs no package
-PROVIDERS = ("local", "e2b", "modal", "hf")  # of boxes (inner/extras/boxes/starting.py)
-PRICED = ("local", "hf")  # the price of a box is known
+PROVIDERS = ("local", "e2b", "modal", "hf")  # providers of boxes (inner/extras/boxes/starting.py)
+PRICED = ("local", "hf")  # providers for which we know the price of a box
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One set of rows.   task: "PACKAGE:NAME".   version: of the package that made the rows; "" before that."""
+    """The spec of a task's rows.   task: "PACKAGE:NAME".   version: of the package that made them; "" before that."""
 
     task: str
     size: int

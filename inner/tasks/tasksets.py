@@ -1,10 +1,10 @@
-"""Tasksets of verifiers (verifiers.v1), if their tasks can be scored from a reply alone.
+"""Makes rows from tasksets of verifiers (verifiers.v1), and scores them, if a reply alone is enough for scoring.
 
     Taskset.__iter__ ─▶ task ── prompt, system prompt ──▶ row          entry: the task's data as JSON
     reply ─▶ a Trace of prompt and reply ─▶ await task.score(trace) ─▶ Σ weight · reward         as in `vf-replay`
 
-An error names tasks that cannot be scored so: they need a container or an image, prepare or collect files in a runtime,
-have tools of a server, a reward that needs a runtime, no reward or a deferred one, or several agents.
+An error names tasks that cannot be scored so: tasks that need a container or an image, prepare or collect files in a
+runtime, have a server's tools, a reward that needs a runtime, no reward or a deferred reward, or several agents.
 
 Not promised: data of a trace beyond its messages (tokens, timing, why the model stopped), which a reward may read.
 """
@@ -42,7 +42,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """Return a function (replies, entries) -> one score each. Errors of a reward or a judge are not caught."""
+    """Return a function (replies, entries) -> one score each. It does not catch errors of a reward or a judge."""
     config = _open_taskset(spec).config
     task_class = _loaders().taskset_class(spec.name).task_type()
 

@@ -1,1 +1,1 @@
-"""Trainers and loops. `build` makes a loop from settings."""
+"""Trainers and inner loops; build.py makes a loop from settings."""

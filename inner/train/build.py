@@ -93,9 +93,9 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
 def load_start(
     model_dir: Path, dtype: str, lora: "LoraSettings | None" = None, base: str | None = None
 ) -> tuple[Any, list[str]]:
-    """Load the start model as `build_inner` does; -> model, names of weights in no file (drawn at random).
+    """Load the start model as `build_inner` does; return (model, names of weights in no file, drawn at random).
 
-    lora: if given, also load the adapter in that folder, on its base.   base: the same without an adapter."""
+    lora: if given, also load the adapter in that folder, on its base.   base: "nf4" for 4 bits without an adapter."""
     silence_transformers()
     try:
         loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
@@ -110,7 +110,7 @@ def load_start(
 
 
 def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
-    """Load the adapter on its base in `dtype`, with the values that the 4 bits stand for."""
+    """Load the adapter on its base in `dtype`: the base has the values that its 4-bit weights stand for."""
     base = _read(model_dir, dtype, lora.base, local_files_only=True)
     return _load_adapter(base.dequantize(dtype=getattr(torch, dtype)), model_dir, lora)
 
@@ -149,7 +149,7 @@ def _load_model(
 
 
 def refuse_drawn(source: str, missing: Iterable[str]) -> None:
-    """Raise InnerError if weights are in no file, which Transformers draws at random.  A head alone may be missing."""
+    """Raise InnerError if no file has some weights: Transformers draws those at random.  Only a head may be missing."""
     if lost := sorted(name for name in missing if not name.endswith("lm_head.weight")):
         raise InnerError(
             f"the files of the model {source} lack {len(lost)} of its weights ({', '.join(lost[:2])}, …), so they "

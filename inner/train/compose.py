@@ -3,8 +3,8 @@
     total = lm_ce + α · sdpo_jsd + β · trace_replay_dpo
 
     lm_ce              cross-entropy of the response tokens             always
-    sdpo_jsd           student vs the same model under a hint           α > 0 and ctx_teacher_input_ids is there
-    trace_replay_dpo   DPO or SimPO on (chosen, rejected)               β > 0 and the dpo_* keys are there
+    sdpo_jsd           student vs the same model under a hint           if α > 0 and batch has ctx_teacher_input_ids
+    trace_replay_dpo   DPO or SimPO on (chosen, rejected)               if β > 0 and batch has the dpo_* keys
 
 A channel that is off costs no forward, and its term is 0. The first two terms share one student forward. The trainer
 uses the same kernels.
@@ -170,7 +170,7 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
 
 
 def _check_same_tokens(student_mask: Tensor, teacher_mask: Tensor, inputs: Batch) -> None:
-    """Raise ValueError unless both rows mark the same tokens: else distributions of different tokens are compared."""
+    """Raise ValueError unless both rows mark the same tokens: else the loss would compare different tokens."""
     own = inputs["input_ids"][:, 1:]
     hinted = inputs["ctx_teacher_input_ids"][:, 1:]
     if torch.equal(own[student_mask[:, 1:]], hinted[teacher_mask[:, 1:]]):
@@ -229,7 +229,7 @@ def build_batch(tokenizer: PreTrainedTokenizerBase, device: str = "cpu", hint: s
 
 
 def _encode(tokenizer: Any, question: str, answer: str, device: str) -> tuple[Tensor, Tensor]:
-    """Join prompt, answer and eos; -> ids (1, T) and the 0/1 mask of answer and eos."""
+    """Join prompt, answer and eos; return ids (1, T) and the 0/1 mask of answer and eos."""
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=False)

@@ -1,16 +1,16 @@
 """Do a replica's start without weights: all steps before it generates, with the model's shape only.
 
     config.json ──▶ a model on the meta device (+ adapter) ──▶ GrpoLoop, as a replica builds it
-    each prompt ──▶ template, tools, switches ──▶ ids:  is there any · does the model know each · is the user's text in
-                                                        them · do they and the completion fit the model's positions
+    each prompt ──▶ template, tools, switches ──▶ ids:  at least one · each id known to the model · with the user's text
+                                                        · prompt and completion fit the model's positions
     a tool's result ──▶ ids
 
     parent ── {"inner", "files", "folder", "held_out", "answer"} ──▶ this module ──▶ {"refused", "note"}
 
 The longest prompts come first. After PROMPTS_S the check stops; the note says how many prompts it left out.
 
-Not promised: that generation fits in memory, or that the template accepts an environment's messages: only a rollout
-has these.
+Not promised: that generation fits in memory, or that the template accepts an environment's messages, which only a
+rollout has.
 """
 
 import json
@@ -51,7 +51,7 @@ class DryRun:
 
 
 def dry_run(config: InnerConfig, files: Files, folder: Path, held_out: Spelling = None) -> DryRun:
-    """Try a replica's start in a child process.   folder: the model's.   held_out: prompts of [eval], as written."""
+    """Try a replica's start in a child process.   folder: has the model.   held_out: [eval] prompts, as configured."""
     asked = {"folder": str(folder.absolute()), "held_out": held_out}
     child = ask_child("inner.train.dry_run", config, files, asked, time_s=TIME_S)
     if child.late:
@@ -73,7 +73,7 @@ def check_start(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
-    """Build the loop without weights and check prompts and tools; -> "" or the checks that were left out.
+    """Build the loop without weights and check prompts and tools; return the checks that were left out, or "".
 
     Raises InnerError for a config that no replica could train."""
     if config.loop == "supervised":
@@ -153,10 +153,10 @@ def _check_prompts(
 
 
 def _observation_fault(trainer: Any, row: Mapping[str, Any]) -> str:
-    """Return why the row's text cannot take the environment's observation; "" if there is none, or it is not known."""
+    """Return why the row's text cannot take the environment's observation; "" if it can, or if that is unknown."""
     if not isinstance(row["prompt"], str) or trainer.environment_factories is None or trainer.tools:
         return ""
-    with suppress(Exception):  # `reset` may need what only a replica has
+    with suppress(Exception):  # `reset` may need things that only a replica has
         if trainer.environment_factories[None]().reset(**deepcopy(dict(row))) is not None:
             return (
                 "is a text, and what the environment's `reset` returns is added to a chat. Write messages, set "

@@ -1,6 +1,6 @@
-"""The RL inner loop: one trainer for the whole process. The outer loop decides when it stops.
+"""Runs the RL inner loop, with one trainer for the whole process. The outer loop decides when it stops.
 
-    PolicyTrainer, or ComposerReplicationTrainer where [inner.sdpo], [inner.replay] or [inner.process] is used
+    PolicyTrainer, or ComposerReplicationTrainer if the run uses [inner.sdpo], [inner.replay] or [inner.process]
 
     train(stop):   generate ─ reward ─ loss ─ backward ─▶ optimizer.step() ─▶ stop()? ─▶ …
                    └ every `boundary` inner steps         └ hooks on the raw optimizer
@@ -88,13 +88,13 @@ METRIC_NAMES = {
     "sdpo/grad_norm": "sdpo_grad_norm",
     "replay/grad_norm": "replay_grad_norm",
 }
-LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # of rewards' own metrics: prefix, most of them, most characters
+LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, most metrics, most characters
 
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress two warnings: of transformers 5.23, that TRL 1.16 uses deprecated names, and of TRL, that environments
-    are experimental."""
+    """Suppress two warnings: transformers 5.23 warns that TRL 1.16 uses deprecated names, and TRL warns that
+    environments are experimental."""
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():
@@ -106,7 +106,7 @@ class GrpoLoop:
     """The InnerLoop of loop = "grpo"."""
 
     calls = RewardCalls
-    placement: Mapping[str, Any] = {}  # of the model's parameters: TRL's settings
+    placement: Mapping[str, Any] = {}  # TRL's settings for the placement of parameters (FSDP, DDP)
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class GrpoLoop:
     def report_to(self, host: "Host") -> None:
         self._reward_calls.host = host
         self.trainer.report_to(host)
-        if hasattr(self._environment, "_report_to"):  # what rents something needs an owner
+        if hasattr(self._environment, "_report_to"):  # an environment that rents boxes needs their owner
             self._environment._report_to(host)
 
     def start_at(self, inner_step: int) -> None:
@@ -234,8 +234,8 @@ class GrpoLoop:
 
 
 class Rows(data.Dataset):
-    """The rows as the file has them, a copy each time.  A `datasets.Dataset` would give each column one type: it turns
-    7 into 7.0 beside 3.5, and adds the arguments of all other tool calls, with None, to each call."""
+    """The rows as in the file; each access returns a copy.  A `datasets.Dataset` would give each column one type: it
+    turns 7 into 7.0 beside 3.5, and adds the arguments of all other tool calls, as None, to each call."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._rows = rows
@@ -248,13 +248,13 @@ class Rows(data.Dataset):
 
 
 def _note_logged(note: Callable[[str, float], None], name: Any, value: Any) -> None:
-    """Note what a reward logs, under a name that is not TRL's ("kl"); a value that is no number is left out."""
+    """Record a reward's own metric under a name that TRL does not use ("kl"); ignore values that are not numbers."""
     with suppress(TypeError, ValueError, RuntimeError):
         note(f"{LOGGED}{name}"[:MOST_NAME], float(value))
 
 
 class _Watch(TrainerCallback):
-    """Read a step's metrics before the optimizer's hooks run, and ask `stop` after every step."""
+    """Reads a step's metrics before the optimizer's hooks run, and calls `stop` after every step."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class _Watch(TrainerCallback):
             for share in metrics.get(MASKED, ()):
                 self.masked.note(share, self.generation_size, self.reward_calls.host)
         self._note_rewards(metrics)
-        metrics.clear()  # nothing else reads them: TRL's own log is off
+        metrics.clear()  # no other code reads them, because TRL's own log is off
         self.means.note("lr", self.optimizer.param_groups[0]["lr"])
         self.means.count("samples", self.rollouts)
 
@@ -316,8 +316,8 @@ def _vllm_keywords(config: InnerConfig) -> dict[str, Any]:
 
 
 def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placement: Any) -> POConfig:
-    """Return TRL's settings. Its defaults suit large GPUs: bf16, checkpointing, decay to 0, a checkpoint every 500
-    steps."""
+    """Return TRL's settings, without TRL's defaults for large GPUs: bf16, checkpointing, decay to 0, a checkpoint every
+    500 steps."""
     return make_po_config(
         config.grpo.objective,
         output_dir=folder,

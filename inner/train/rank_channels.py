@@ -1,20 +1,20 @@
-"""The channels on one of K ranks: together the ranks act as one process with K times the batch.
+"""Computes the channels on one of K ranks: together the ranks act as one process with K times the batch.
 
-    lessons     of this rank's own rollouts: a group of rollouts lies on one rank, so a rollout's siblings do, too
-                (the scores of turns are compared in a group, too)
+    lessons     of this rank's own rollouts: all rollouts of a group are on one rank, so a rollout's siblings are, too
+                (the scores of turns are also compared within a group)
     loss        each rank divides by its own rollouts, its own pairs, or the mean of all ranks' tokens
                 gradients are averaged over the ranks, so the sum is divided by the number of all
     pairs       micro-batch m of rank r takes entries P·(K·m + r) … + P - 1 of the order that one process reads
     teacher     moves on all ranks at once: an average in each step, another if any rank has a lesson
 
     ranks with lessons   │ teacher's forward │ student's logits │ loss
-    a rank without any   │ the same on one token                │ 0 · loss      so all gather and reduce alike
+    a rank without any   │ the same on one token                │ 0 · loss      so all ranks gather and reduce alike
 
 A rank in shards (FSDP2) holds all weights from the loss to the end of the backward pass, because the channels call the
 backbone and the head by themselves (decision 086).
 
-Not promised: shared hints, or one cost ceiling for all (each rank asks about its own rollouts); the norm of a
-channel's gradient over all ranks: the log has the mean of the ranks' own.
+Not promised: shared hints, or one cost ceiling for all ranks (each rank asks about its own rollouts); the norm of a
+channel's gradient over all ranks (the log has the mean of the ranks' norms).
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class RankReplicationTrainer(ComposerReplicationTrainer):
         self._held = ExitStack()
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        """Return all ranks' rewards. Keep those of this rank's rollouts for its lessons."""
+        """Return all ranks' rewards. Keep the rewards of this rank's rollouts for its lessons."""
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         first = self.accelerator.process_index * len(prompts)
         self._rewards = self._rewards[first : first + len(prompts)]

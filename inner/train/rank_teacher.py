@@ -1,12 +1,12 @@
-"""The self-teacher on one of K ranks: in shards where its student is in shards (FSDP2).
+"""Keeps the self-teacher on one of K ranks: in shards if its student is in shards (FSDP2).
 
-    student   [ shard ]  ⇄  [ shard ]   teacher       the two change places; all ranks gather the model; its forward;
-                                                      the model is let go; they change places again, and it is gathered
+    student   [ shard ]  ⇄  [ shard ]   teacher       swap the weights; all ranks gather the model; run the forward;
+                                                      free the gathered model; swap back; gather the student again
 
 So a rank has 1/K of the teacher's weights, and never two whole models.  The student's graph keeps its gathered tensors:
-FSDP2 fills the same memory again.  A student that is whole on each rank (DDP) has the teacher of one process.
+FSDP2 fills the same memory again.  If the student is whole on each rank (DDP), the teacher is whole on each rank, too.
 
-Every method is a collective where the student is in shards: all ranks call it, in the same order.
+If the student is in shards, every method is a collective: all ranks must call it, in the same order.
 
 Not promised: a teacher that is another model.
 """
@@ -37,7 +37,7 @@ class RankTeacher(DistillationTeacher):
 
     def advance(self, committed: int, inner: int, theta: Theta | None) -> None:
         if self._is_due(committed, inner, theta):
-            let_go(self.model)  # else its parameters are the gathered ones
+            let_go(self.model)  # so that its parameters are the shards, not the gathered tensors
             super().advance(committed, inner, theta and (lambda: self._cut(theta())))
             hold_whole(self.model)
 

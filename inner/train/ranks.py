@@ -1,15 +1,15 @@
-"""The RL inner loop on one of K ranks: TRL's own rules deal one generation to them.
+"""Runs the RL inner loop on one of K ranks: TRL's own rules deal one generation's rows to the ranks.
 
     a generation   prompts of K · batch rows ──▶ rank 0: the first batch · rank 1: the second · …    generate, reward
                    rewards of all ranks ──gather──▶ one tensor on each: groups, advantages ──▶ each rank's own rows
     a step         whole models on GPUs are in shards (FSDP2), adapters and models on CPUs are copied (DDP)
 
-A slot of K ranks reads the prompts, in the order, that one rank with K times the batch reads.  Ranks draw their noise
-from seeds of their own, so completions differ from that one rank's.
+A slot of K ranks reads the same prompts, in the same order, as one rank with K times the batch.  Each rank draws noise
+from its own seed, so the completions differ from the completions of one rank.
 
-A fact that one rank alone knows reaches the others before it counts: failed rewards, completions that broke a judge.
+If only one rank knows a fact (a failed reward, a completion that broke a judge), it tells the others before they act.
 
-[inner.sdpo], [inner.replay] and [inner.process]: rank_channels.py, which is imported where they are used.
+rank_channels.py has [inner.sdpo], [inner.replay] and [inner.process]; it is imported only if a run uses them.
 
 Not promised: vLLM, dynamic sampling (refused by name before the start).
 """
@@ -40,13 +40,13 @@ class RankRewardCalls(RewardCalls):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._called: dict[str, tuple[Any, Scored]] = {}  # since the last `settle`, by the reward's name
+        self._called: dict[str, tuple[Any, Scored]] = {}  # reward's name -> its result since the last `settle`
 
     def _refuse_rewardless(self, reward: Any, scored: Scored) -> None:
         self._called[reward_name(reward)] = reward, scored
 
     def _refuse_batch(self) -> None:
-        """Raise RewardFailed, on all ranks, if no rank has a number of some reward."""
+        """Raise RewardFailed, on all ranks, if some reward gave no rank a number."""
         here = {name: len(scored.failed) < len(scored.values) for name, (_, scored) in self._called.items()}
         numbered = {name for found in gather_object([here]) for name, has_any in found.items() if has_any}
         for name, (reward, scored) in sorted(self._called.items()):
@@ -100,7 +100,7 @@ class RankLoop(GrpoLoop):
                 return type(trainer)._generate(trainer, *arguments)  # of the present class: recorded.py changes it
 
         trainer._generate = generate_whole
-        # else ranks in shards wait for each other's tokens, and one without a tool call for ever
+        # otherwise sharded ranks wait for each other's tokens, and wait forever for a rank without a tool call
         trainer.model.generate = partial(trainer.model.generate, synced_gpus=False)
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:

@@ -1,4 +1,4 @@
-"""The supervised inner loop: next-token loss on one sequence of tokens.
+"""Runs the supervised inner loop: next-token loss on one sequence of tokens.
 
     tokens   ………┊──── window ────┊………          batch_size random windows of context_length + 1 tokens
     step i   has the micro-batches i·GA … i·GA + GA - 1; (data seed, micro-batch number) decides each: data/order.py
@@ -31,7 +31,7 @@ from inner.models.precision import casts_products, check_precision, gpu_has_bflo
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
-MOST, AT_ONCE = 64, 8  # windows of `text_losses`
+MOST, AT_ONCE = 64, 8  # windows in `text_losses`: most in all, and per forward pass
 
 
 class SupervisedLoop:

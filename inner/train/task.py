@@ -1,4 +1,4 @@
-"""A run's task: prompts, rewards, tools, hints after an error, preference pairs.
+"""Loads a run's task: prompts, rewards, tools, hints after an error, preference pairs.
 
     Parts come from the user's files (task_files.py). Missing parts come from the scorer of inner.data.task, and from
     ToolWorld if inner.model = "toolworld".
@@ -45,7 +45,7 @@ def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task
 
 
 def _with_world(config: InnerConfig, task: Task) -> Task:
-    """Return the task with ToolWorld's parts where the user gave none."""
+    """Return the task, with ToolWorld's parts in place of parts that the user did not give."""
     from inner.worlds.toolworld import ToolWorld
 
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)

@@ -1,4 +1,4 @@
-"""GRPO with two more terms, as a subclass of TRL's GRPOTrainer (policy.py: GRPO only).
+"""Trains GRPO with two more loss terms, as a subclass of TRL's GRPOTrainer (policy.py has GRPO only).
 
     total = policy_weight · grpo + α · sdpo + β · replay      each term / gradient accumulation steps, like TRL's loss
 
@@ -67,7 +67,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
     objective         which objective `args` must have (make_po_config makes such args); None: not checked
     alpha_sdpo        weight of the distillation; 0 is off
     beta_replay       weight of the preference term on `pairs`; 0 is off
-    pairs             DPOPairs, or the path of a .jsonl file of them
+    pairs             DPOPairs, or the path of a .jsonl file of DPOPairs
     hint              (row, error) -> text or None; default: templates over the error and the tools (channels/hints.py)
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     process           a ProcessReward: it scores single turns, and advantages become (B, T); None: off
@@ -99,7 +99,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         for row in islice(kwargs.get("train_dataset") or (), 1):
             require_template(kwargs.get("processing_class"), row.get("prompt", ""))
         super().__init__(*args, **kwargs)
-        self._turns: list[list[Turn]] | None = None  # of each rollout of the last generation, with failed calls
+        self._turns: list[list[Turn]] | None = None  # turns of each rollout of the last generation, with failed calls
         self.alpha_sdpo = alpha_sdpo
         self.beta_replay = beta_replay
         self.hint = hint or templates
@@ -159,8 +159,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
             )
 
     def report_to(self, host: Host) -> None:
-        """Report errors in hints and in the process reward to `host`, and train on. An error in a hint costs only that
-        hint; an error in the process reward costs the scores of its batch."""
+        """Report errors in hints and in the process reward to `host`, and go on training. An error in a hint costs only
+        that hint; an error in the process reward costs the scores of its batch."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
         if self._process is not None:
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
@@ -336,8 +336,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def _tokens_to_learn(self, inputs: Any) -> float:
         """Return the divisor of the "rollout" loss: written tokens per micro-batch, a mean over the inner step. So each
-        token counts the same however the step is cut into micro-batches. If a step spans several generations, it is a
-        mean over one generation, because the next one does not exist yet (TRL's "dapo" does the same)."""
+        token counts the same for any split into micro-batches. If a step spans several generations, take the mean over
+        one generation, because the next generation does not exist yet (TRL's "dapo" does the same)."""
         batches: Any = self._buffered_inputs
         if self._mode() == "eval" or batches is None:
             return written_tokens(inputs)
@@ -360,7 +360,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._teacher.advance(self._committed_step(), inner, self._theta)
 
     def _replay_loss(self) -> Tensor:
-        """Return the preference loss of the pairs whose turn it is in this micro-batch."""
+        """Return the preference loss of this micro-batch's pairs."""
         replay = self._replay
         size = self.channels.replay.batch_size
         assert replay is not None
@@ -403,7 +403,7 @@ def _rollouts_of(
 
 
 def written_tokens(batch: Any) -> int:
-    """Return how many tokens in the lessons of a micro-batch the model itself wrote."""
+    """Return the number of tokens in a micro-batch's lessons that the model itself wrote."""
     return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
 
 
@@ -413,7 +413,7 @@ def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
 
 
 def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return sampled ids, a mask of tokens the model wrote, and old log-probs (None: same as the new); (N,) each."""
+    """Return sampled ids, a mask of the model's own tokens, and old log-probs (None: equal to the new); (N,) each."""
     completions = inputs["completion_ids"]
     old = inputs.get("old_per_token_logps")
     ids = torch.cat([completions[row, lesson.start : lesson.end] for row, lesson in flat])

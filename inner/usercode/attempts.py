@@ -1,4 +1,4 @@
-"""Decide for which completions of a batch a reward is called next if some of its calls fail. Pure functions.
+"""Decide which completions of a batch a reward gets in its next call, if earlier calls failed. Pure functions.
 
     try 1     the whole batch
     try 2 …   the completions without a reward, group by group; the last try: one by one
@@ -6,12 +6,12 @@
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
-A completion is blamed (decision 065) in two cases. It failed by itself in the last try, not by a connection error, and
-another completion got a number after it. Or its value is not a number, while others of the batch have one. If the last
-try ends with failures, one completion that has a number is asked for again, to see whether the reward still answers.
+A completion is blamed (decision 065) in two cases. It failed alone in the last try, not by a connection error, and
+another completion got a number after it. Or its value is not a number, while other completions have numbers. If the
+last try ends with failures, we call the reward again for one completion with a number, to see whether it still answers.
 
-Not promised: a reward that compares completions of a batch: after a failure it sees only a part of them. A completion
-is also blamed if, by chance, the reward's machine hangs only for it, at every try.
+Not promised: right values of a reward that compares completions: after a failure it sees only a part of the batch. A
+completion is also blamed if, by chance, the reward's machine hangs only for this completion, at every try.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -49,7 +49,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Values:
-    """One call's answer: a number or None per completion.   invalid: position -> description of the bad value."""
+    """The answer of one call: a number or None per completion.   invalid: position -> description of the bad value."""
 
     values: list[Value]
     invalid: dict[int, str] = field(default_factory=dict[int, str])
@@ -57,7 +57,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Ask:
-    """Call the reward for these completions.   first: it is the first call, with the whole batch."""
+    """A request to call the reward for these completions.   first: it is the first call, for the whole batch."""
 
     rows: Rows
     first: bool
@@ -76,8 +76,8 @@ class Again:
 @dataclass(frozen=True)
 class Scored:
     """A batch's rewards.   failed: completions without a finite number for which the reward did not return None.
-    blamed: those that have broken the reward: they failed, or have an AtMostWorst.
-    why: the last failure, or "".   tries: how many were made."""
+    blamed: completions that broke the reward: they failed, or have an AtMostWorst.
+    why: the last failure, or "".   tries: number of tries made."""
 
     values: list[Value]
     failed: tuple[int, ...]
@@ -91,7 +91,7 @@ Answer = Values | Failure | None
 
 
 def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | Again, Answer, Scored]:
-    """Yield the next call to make. Send the answer to each Ask, and None to each Again. It returns the batch's Scored.
+    """Yield the next call to make. Send the answer to each Ask, and None to each Again. Return the batch's Scored.
 
     A part that timed out ends its try, because the next part may hang as long. In the next try that part comes last.
     The last try continues, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
@@ -119,7 +119,7 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
             assert answer is not None
             failure = answer
             failed.append(rows)
-            from inner.connections import is_connection_error  # loaded where a reward has failed
+            from inner.connections import is_connection_error  # imported only after a failure
 
             suspects += rows if len(rows) == 1 and not is_connection_error(answer.error) else ()
             if isinstance(answer.error, TimedOut):
@@ -155,7 +155,7 @@ def _record_values(rows: Rows, answer: Values, values: list[Value], invalid: dic
 
 
 def read_values(answer: Any, expected: int) -> Values:
-    """Return the values of a reward's answer, one per completion.   Raises ValueError unless it is such a list."""
+    """Return the values of a reward's answer, one per completion.   Raises ValueError for any other answer."""
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
     if not isinstance(answer, list | tuple):

@@ -1,9 +1,9 @@
 """Decide the reward of a completion that breaks its judge (the reward's code). A policy must not gain by that
 (decision 065).
 
-    inner.rewards.broken = "worst"    the rewards of its worst judged sibling; if the siblings do not differ, of the
-                                      batch's worst; if the batch does not differ, of the worst one so far
-                           -0.5       this number instead of the reward that it broke
+    inner.rewards.broken = "worst"    the rewards of its worst judged sibling; if all siblings are equal, of the batch's
+                                      worst completion; if all the batch is equal, of the worst completion so far
+                           -0.5       this number instead of the broken reward
                            "none"     unknown: no advantage, and no part in the group's mean
 
     scored.blamed, one reward ──note──▶ values      all rewards (B, F) ──settle──▶ (B, F)
@@ -27,12 +27,12 @@ class BrokenRewards:
 
     def __init__(self, counts: str | float) -> None:
         self.counts = counts
-        self.blamed: set[int] = set()  # of the batch that is being scored
+        self.blamed: set[int] = set()  # blamed completions of the batch that is being scored
         self.lowest: tuple[float, Tensor | None] = (torch.inf, None)
         self.share = 0.0
 
     def note(self, scored: Scored) -> tuple[list[Value], set[int]]:
-        """Return one reward's values for TRL, and the completions for which it has none."""
+        """Return one reward's values for TRL, and the completions for which the reward has no value."""
         blamed, failed = set(scored.blamed), set(scored.failed)
         if self.counts == NONE:
             failed |= blamed
@@ -44,7 +44,7 @@ class BrokenRewards:
         return [known[i] if i in blamed else value for i, value in enumerate(scored.values)], failed - blamed
 
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
-        """Return the batch's rewards, with those of broken completions set; NaN if a completion has none."""
+        """Return the batch's rewards, with broken completions' rewards set; NaN if a completion has no reward."""
         blamed = sorted(self.blamed)
         self.blamed = set()
         self.share = len(blamed) / len(rewards_B_F)

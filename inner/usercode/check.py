@@ -51,7 +51,7 @@ def check_inner(config: InnerConfig, files: Files) -> None:
         _check_process(config.process, files, rows)
 
 
-MOST_ROWS = 64  # rows to try before a reward counts as silent
+MOST_ROWS = 64  # rows to try before we report that a reward gives no numbers
 
 
 class SilentReward(InnerError):
@@ -59,8 +59,8 @@ class SilentReward(InnerError):
 
 
 def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
-    """Return a warning if a reward gives the answers of the first rows and an empty text the same number; else "". It
-    is also "" if this cannot be known here.   Raises SilentReward if the reward returns only None."""
+    """Return a warning if a reward gives the first rows' answers and an empty text the same number; else "", also if
+    this cannot be known here.   Raises SilentReward if the reward returns only None."""
     named = config.rewards.named
     if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
         return ""
@@ -122,7 +122,7 @@ def _empty_rollout(row: dict[str, Any]) -> Rollout:
 
 
 def check_data(config: InnerConfig, files: Files) -> None:
-    """Raise InnerError for the first line of the user's files that cannot be read. It runs none of their code."""
+    """Raise InnerError for the first line of the user's files that cannot be read. This does not run their code."""
     for kind, spelling in config.named_files.items():
         if is_code(kind):
             check_syntax(kind, spelling, files)

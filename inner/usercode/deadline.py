@@ -5,7 +5,7 @@
 
 The user's reward runs in the main thread, because some calls work only there: signal.alarm (math_verify's time-out),
 connections of sqlite3, torch's thread count. Such code uses SIGALRM, so this file uses SIGURG, which a process ignores
-by default (Go's runtime also interrupts with it). The signal is sent again each second, for code that catches all
+by default (Go's runtime also interrupts with SIGURG). We send the signal again each second, for code that catches all
 exceptions, or waits for its threads before it returns.
 
 Not promised: to end code that never returns to the interpreter (the watchdog ends such a session), or code outside the
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-REMIND_S = 30.0  # longest wait before `diloco status` shows what the replica waits for
+REMIND_S = 30.0  # longest wait, in seconds, before `diloco status` shows that the replica waits for the reward
 AGAIN_S = 1.0  # seconds between two interruptions
 
 
@@ -38,7 +38,7 @@ def remind_after(seconds: float) -> float:
 def call_within(seconds: float, act: Callable[[], T], remind: Callable[[float], None] = lambda waited: None) -> T:
     """Call `act` and return its result.   remind: another thread calls it once, with the seconds waited so far.
 
-    Raises TimedOut, but never with seconds = 0. In another thread than the main one there is no limit.
+    Raises TimedOut, but never with seconds = 0. Outside the main thread there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         return act()

@@ -1,7 +1,7 @@
 """Call the user's hint and process reward in a replica: an error costs only that hint, or the scores of one batch.
 
     hint(row, error)   raises, or returns neither text nor None ──▶ None, and an event for the host, once a minute
-    score(rollouts)    raises, or returns what cannot be read ──▶ no scores, and an event for the host, once a minute
+    score(rollouts)    raises, or returns invalid values  ──▶ no scores, and an event for the host, once a minute
                        └ in all of a session's first TRIES batches ──▶ InnerError: this session ends
 
 Not promised: to end a hint or a process reward that hangs; the watchdog ends that session.
@@ -18,11 +18,11 @@ from inner.errors import InnerError
 from inner.host import Host
 
 EMIT_EVERY_S = 60.0
-TRIES = 3  # this many failed batches end a session without a success
+TRIES = 3  # a session ends if its first TRIES batches all fail
 
 
 class _Failures:
-    """Report failures to a host, once a minute.   event: its name.   what: failed.   cost: what a failure costs."""
+    """Reports failures to a host, once a minute.   event: its name.   what: the failed part.   cost: the effect."""
 
     def __init__(self, event: str, what: str, cost: str, host: Host, clock: Callable[[], float]) -> None:
         self._event = event
@@ -44,7 +44,7 @@ class _Failures:
 
 
 class ForgivingHint:
-    """A Hint that wraps the user's, and its `prepare` if there is one. It never raises."""
+    """A Hint that wraps the user's hint, and its `prepare` if it has one. It never raises."""
 
     def __init__(self, hint: Hint, host: Host, clock: Callable[[], float]) -> None:
         self._hint = hint
@@ -71,7 +71,7 @@ class ForgivingHint:
 
 
 class ForgivingProcess:
-    """Score rollouts like `score_steps`; return [] if the user's code fails.
+    """Scores rollouts like `score_steps`; returns [] if the user's code fails.
 
     Raises InnerError at a session's third failed batch if none has worked: the run would cost money without scores."""
 

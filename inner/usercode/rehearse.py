@@ -7,7 +7,7 @@
 
 The child gets the user's files like a replica: copies, and an empty working folder.
 
-A package that is missing here may be installed on the replicas: `missing` names it, and the caller decides.
+A package that is missing here may exist where replicas run: `missing` names it, and the caller decides.
 
 Not promised: that code which passes also works for other prompts and completions.
 """
@@ -35,7 +35,7 @@ SANDBOX = "inner.extras.deletion.sandbox"
 class Rehearsal:
     """Result of a rehearsal.   refused: the fault as text.   missing: an imported package that this machine lacks.
 
-    late: not done after TIME_S, so nothing is known.
+    late: the code did not finish within TIME_S, so the result is unknown.
     sandboxed: the code runs programs in bubblewrap, so replicas need it; no_sandbox: this machine has no sandbox.
     warning: about a reward that works, but gives every answer the same number.
     """
@@ -62,7 +62,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehea
 
 @dataclass(frozen=True)
 class Trying:
-    """The end of a child process.   late: it was killed after its time.   answer: from its file; None without one."""
+    """The end of a child process.   late: whether it was killed after its time.   answer: from its file, or None."""
 
     late: bool = False
     answer: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ def ask_child(
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:
-    """Copy the user's files; -> kind -> the copy's path."""
+    """Copy the user's files; return kind -> the copy's path."""
     copies = {kind: scratch / kind / Path(path).name for kind, path in files.items()}
     for kind, copy in copies.items():
         copy.parent.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 
 
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
-    """Return what the parent's `ask_child` was given."""
+    """Return the config and the files that the parent gave to `ask_child`."""
     return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}
 
 
@@ -170,7 +170,7 @@ def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsa
         return replace(found, warning=constant_reward(config, files))
     except SilentReward as error:
         return replace(found, refused=str(error))
-    except InnerError as error:  # works for empty answers, fails for those of the rows
+    except InnerError as error:  # the reward works for empty answers, but fails for the rows' answers
         return replace(found, warning=f"warning: {error}")
 
 

@@ -5,7 +5,7 @@
                    └ no number, for another reason: it counts as None and has no advantage (decision 025)
 
     a batch without any reward is not an inner step (skip_rewardless): no weight moves, no step is counted
-                               ── a session's first one, or three in a row ──▶ RewardFailed: this session ends
+                      ── if it is a session's first batch, or the third in a row ──▶ RewardFailed: this session ends
 
 A reward that works is called once with TRL's own arguments, so all numbers are TRL's, bit for bit. The reward has
 passed the checks before the run, so nothing here raises InnerError.
@@ -45,7 +45,7 @@ from inner.usercode.deadline import TimedOut, call_within, remind_after
 if TYPE_CHECKING:
     from inner.host import Host
 
-BATCHES = 3  # this many in a row without any reward end a session that has had rewards
+BATCHES = 3  # consecutive batches without any reward that end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
 
@@ -89,13 +89,13 @@ class RewardCalls:
         self.host: Host = host or StandaloneHost()
         self.broken = BrokenRewards(broken)
         self.rewardless = False  # True if no completion since the last `optimizer.step` has a reward
-        self._is_first = True  # whether the next `settle` is the first one since then
+        self._is_first = True  # whether the next `settle` is the first one since that step
         self._missing = 0
         self._failed: set[int] = set()
-        self._in_a_row = dict[str, int]()  # batches without any reward, by the reward's name
+        self._in_a_row = dict[str, int]()  # reward's name -> consecutive batches without any number
         self._worked: set[str] = set()
         self._counts = True  # False within `uncounted`
-        self._silent = 0  # generations in a row without any number, failed or not
+        self._silent = 0  # consecutive generations without any number, whether calls failed or returned None
         self._has_number = False  # whether a completion since the last check_known has one
         self._noted = False
         self._last_emit_at = -math.inf
@@ -134,7 +134,7 @@ class RewardCalls:
         return missing
 
     def settle(self, rewards_B_F: Tensor, weights_F: Tensor, group: int) -> Tensor:
-        """Return the batch's rewards that count.   group: completions per prompt here; 1 in an evaluation."""
+        """Return the batch's rewards, with broken completions settled.   group: completions per prompt; 1 in [eval]."""
         known = rewards_B_F.clone()
         known[self.take_failed()] = math.nan  # an incomplete sum is not the user's reward
         settled = self.broken.settle(known, weights_F, group)
@@ -155,7 +155,7 @@ class RewardCalls:
         optimizer.step = step_if_rewarded
 
     def check_known(self, names: Sequence[str]) -> None:
-        """Raise RewardFailed at the third generation in a row without any reward. Call it after each, with refills."""
+        """Raise RewardFailed at the third generation in a row without any reward. Call this after each generation."""
         self._silent = 0 if self._has_number else self._silent + 1
         self._has_number = False
         if self._silent < BATCHES:
@@ -169,7 +169,7 @@ class RewardCalls:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude completions inside the `with` from all counts, from `rewardless`, and from the lowest so far."""
+        """Exclude completions inside the `with` from all counts, from `rewardless`, and from the lowest reward."""
         kept = self._missing, self.rewardless, self._is_first, self._has_number, self.broken.lowest
         self._counts = False
         try:
@@ -275,7 +275,7 @@ class RewardCalls:
 
 
 class _Call:
-    """One call of the user's function. What it logs about a whole batch reaches TRL only after it has returned."""
+    """One call of the user's function. Metrics that it logs for a whole batch reach TRL only after it has returned."""
 
     def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
         self._reward = reward

@@ -3,10 +3,10 @@
     row ─▶ candidates: every other column's value (one may be the answer) · an empty text
         ─▶ reward(prompts, completions, completion_ids, …, columns)        completions: texts, or lists of messages
              ├─ its signature does not take these    ─▶ `call_fault` names the likely argument
-             └─ one value for all of them            ─▶ `sameness` calls it with another form of the arguments. If
+             └─ one value for all completions        ─▶ `sameness` calls it with another form of the arguments. If
                                                         values then differ, the form is the likely cause
 
-Not promised: that this cause is the true one; the reward's source is not read.
+Not promised: that the likely cause is the true cause; we do not read the reward's source.
 """
 
 import inspect
@@ -54,7 +54,7 @@ def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> f
 
 
 def call_fault(function: Callable[..., Any], call: Row) -> str:
-    """Return why the function does not take these arguments, and a signature that does; "" if it takes them."""
+    """Return why the function does not take these arguments, and a signature that would; "" if it takes them."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a C function has no signature
@@ -140,7 +140,7 @@ def _values(rewards: Rewards, rows: Sequence[Row], *, chat: bool | None = None) 
 
 
 def likeliest_cause(rewards: Rewards, rows: Sequence[Row]) -> str:
-    """Return a sentence and a space about the change of form after which values differ; "" if they never do."""
+    """Return a sentence (and a space) on the change of form that makes values differ; "" if no change does."""
     chat = isinstance(rows[0]["prompt"], list)
     as_text = [{k: str(v) if isinstance(v, int | float) else v for k, v in row.items()} for row in rows]
     text = 'the text is completion[-1]["content"]' if chat else "use each as it is"

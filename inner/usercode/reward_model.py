@@ -1,9 +1,9 @@
-"""A reward model: a sequence classifier whose one logit on prompt and completion is the reward, as in TRL.
+"""Uses a reward model: a sequence classifier whose single logit on prompt and completion is the reward, as in TRL.
 
     [inner.rewards.functions]
     "hub:OWNER/NAME[@REVISION]" = 1.0       its name in logs: NAME
 
-    pin_reward_model     on the laptop: pins the commit, hub:OWNER/NAME@<commit>; reads config.json: one label?
+    pin_reward_model     on the laptop: pins the commit, hub:OWNER/NAME@<commit>; checks that config.json has one label
     load_reward_model    in a replica that builds its loop: returns a function, called like any reward
 
     reply ─ its own chat template ─▶ text ─ its own tokenizer, padded right ─▶ logits (B, 1) ─▶ B rewards

@@ -1,8 +1,8 @@
-"""Texts about rewards that failed.
+"""Writes the texts about rewards that failed.
 
     a failed batch ──▶ failure_text: one line for the log          a session that ends ──▶ explain_end: what to do next
 
-Not promised: the user's own line, if the error did not come from the user's file.
+Not promised: the line of the user's code, if the error did not come from the user's file.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from inner.usercode.attempts import Scored
 
 
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
-    """Return the log's line about failed batches.   batches: number with failures since the last line."""
+    """Return the log's line about failed batches.   batches: number of failed batches since the last line."""
     before = f"; {batches} batches with failures since the last report" if batches > 1 else ""
     lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
     lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""
@@ -21,7 +21,7 @@ def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
 
 
 def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
-    """Return the error of a session whose rewards gave no number.   batches: in a row."""
+    """Return the error of a session whose rewards gave no number.   batches: number of such batches in a row."""
     often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
     shown = f"  {scored.why}"
     if scored.failure is not None:

@@ -6,7 +6,7 @@
 
     parent ── {"inner", "files", "rows", "given", "answer"} ──▶ this module ──▶ {"trials"} or {"refused"}
 
-It runs in a child process, as in rehearse.py: the user's code may hang, exit, or crash.  Its prints go to stderr.
+This module runs in a child process, as in rehearse.py: the user's code may hang, exit, or crash.  Prints go to stderr.
 
 Not promised: a trial of an environment's tools, whose state only a rollout has; the same result for other prompts.
 """
@@ -30,7 +30,7 @@ from inner.settings.task import setting_of
 from inner.usercode.rehearse import ask_child, read_asked
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
-MOST_PROMPTS = 1000  # whose lengths are measured
+MOST_PROMPTS = 1000  # most prompts whose lengths are measured
 TIME_S = 120.0
 
 
@@ -53,7 +53,7 @@ class PromptTrial:
 
 @dataclass(frozen=True)
 class Trial:
-    """All results.   tokens: of the shortest and the longest prompt.   seconds: of all calls of the reward.
+    """All results.   tokens: lengths of the shortest and the longest prompt.   seconds: time of all the reward's calls.
 
     template: whether the chat template wrote the prompts; else they are plain text.
     cause: if the reward is the same for everything, the likely cause, as text.
@@ -149,7 +149,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
-    """Return text: how many rows' best answers exceed a completion's length; "" if none does.   room: in tokens."""
+    """Return a warning if some rows' best answers are longer than a completion may be, else "".   room: in tokens."""
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
@@ -217,7 +217,7 @@ def main(asked: Mapping[str, Any]) -> None:
         found = asdict(run_trial(*read_asked(asked), rows=asked["rows"], given=asked["given"]))
     except InnerError as error:
         found = {"refused": str(error)}
-    except Exception as error:  # not the user's code: a reward's errors are InnerErrors
+    except Exception as error:  # an error outside the user's code, because a reward's errors are InnerErrors
         found = {"refused": f"the trial ended with {type(error).__name__}: {error}"}
     Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
 

@@ -50,7 +50,7 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
 
 
 def check_syntax(kind: str, spelling: str, files: Files) -> None:
-    """Raise InnerError for a file that Python cannot compile. It runs none of the code."""
+    """Raise InnerError for a file that Python cannot compile. This does not run the code."""
     if not spelling.rpartition(":")[0]:
         raise InnerError(
             f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
@@ -84,7 +84,7 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     if (beside := str(files.get(MODULES, ""))) and beside not in sys.path:
         sys.path.insert(0, beside)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, because dataclasses and pickle look it up
+    sys.modules[name] = module  # before running the file, because dataclasses and pickle look the module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -106,7 +106,7 @@ def user_lines(error: BaseException, path: Path) -> str:
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
-    """Load the user's reward, wrapped so that each call checks what it returns."""
+    """Load the user's reward, wrapped so that each call checks the returned values."""
     function = load_object(kind, spelling, files)
     path = local_file(kind, spelling, files)
     return guard_reward(function, spelling, path)
@@ -127,7 +127,7 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
         return checked_rewards(values, len(completions), spelling)
 
-    reward.__name__ = getattr(function, "__name__", "reward")  # TRL names the metrics by it
+    reward.__name__ = getattr(function, "__name__", "reward")  # TRL uses it in the metrics' names
     return reward
 
 

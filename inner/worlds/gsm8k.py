@@ -7,7 +7,7 @@
     python -m inner.worlds.gsm8k --to prompts.jsonl                       the Hub's openai/gsm8k
     python -m inner.worlds.gsm8k --to prompts.jsonl --source train.jsonl  a local file
 
-Not promised: that the steps to a right number are right.
+Not promised: that the reasoning before a right number is right.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def gsm8k_rows(source: str | Path = HUB_ID, split: str = "train", limit: int | N
 
 
 def prompt_row(row: Any) -> dict[str, Any]:
-    """Return one problem as a row of a prompts file; ValueError: its answer has no final number."""
+    """Return one problem as a row of a prompts file.   Raises ValueError if its answer has no final number."""
     question = row["question"]
     answer = row["answer"]
     final = final_number(answer, marked=True)

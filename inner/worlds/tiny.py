@@ -1,4 +1,4 @@
-"""The smallest language model that learns text. Its tokens are bytes, and it is built in code.
+"""Builds a tiny language model in code; its tokens are bytes.
 
     tokenizer   257 tokens: id = byte, and <end> = 256
     model       2 layers of width 64, about 0.1 M parameters

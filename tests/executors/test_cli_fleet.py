@@ -393,13 +393,13 @@ def test_a_stop_whose_reader_leaves_stops_all_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["export", "RUN", "--to", "m", "--dry-run"], "--public and --dry-run are of --push"),
-        (["export", "RUN", "--to", "m", "--public"], "--public and --dry-run are of --push"),
+        (["export", "RUN", "--to", "m", "--dry-run"], "--public and --dry-run belong to --push"),
+        (["export", "RUN", "--to", "m", "--public"], "--public and --dry-run belong to --push"),
         (["watch", "RUN", "--port", "8080"], "of the page that --web serves"),
         (["watch", "RUN", "--bind", "0.0.0.0"], "of the page that --web serves"),
-        (["stop", "--all", "--executor", "modal", "--purge"], "--purge and --grace are of `diloco stop RUN`"),
-        (["stop", "RUN", "--option", "namespace=me"], "--option is of --all"),
-        (["stop", "--all", "--executor", "modal", "--grace", "60"], "--purge and --grace are of `diloco stop RUN`"),
+        (["stop", "--all", "--executor", "modal", "--purge"], "--purge and --grace belong to `diloco stop RUN`"),
+        (["stop", "RUN", "--option", "namespace=me"], "--option belongs to --all"),
+        (["stop", "--all", "--executor", "modal", "--grace", "60"], "--purge and --grace belong to `diloco stop RUN`"),
     ],
 )
 def test_an_option_without_the_one_that_it_belongs_to(capsys, run, words, told, tmp_path, monkeypatch):  # noqa: F811

@@ -122,7 +122,7 @@ def test_a_container_leaves_when_its_launcher_has_said_nothing_for_a_lease(tmp_p
 
     end = run_replica(made.to_dict(), "x", until=word)
     assert end["exit_code"] == code and len(asked) > 1
-    assert ("launcher has said nothing" in end["reason"]) == (code == 4)
+    assert ("launcher has not renewed" in end["reason"]) == (code == 4)
 
 
 SCRIPT = """

@@ -1,9 +1,9 @@
 """Changes a running fleet: the number of replicas, and slots to drain.
 
     scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains replicas beyond five
-    drain RUN r02   control: drain r02        it finishes its round, offers it and leaves
+    drain RUN r02   control: drain r02        r02 finishes its round, uploads the result as an offer, and ends
 
-Not promised: an effect at once; the supervisor reads the control records every few seconds.
+Not promised: an immediate effect; the supervisor reads the control records every few seconds.
 """
 
 import shlex
@@ -42,7 +42,7 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, actors: int | None
 
 
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int | None = None) -> list[str]:
-    """Set other numbers of replicas and actors; return lines for the user.   None: as before."""
+    """Set new numbers of replicas and actors; return lines for the user.   A number that is None stays unchanged."""
     before = read_control(run.store)
     if over := finished_words(run.store, run.url):
         return [over]

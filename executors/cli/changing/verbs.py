@@ -2,7 +2,7 @@
 
     scale drain ─▶ control records, which a supervisor reads        stop ─▶ the platforms, until all replicas have ended
 
-Not promised: an effect at once, except of `stop`.
+Not promised: an immediate effect; only `stop` waits for the result.
 """
 
 import sys
@@ -38,12 +38,12 @@ def add_verbs(verbs: Any) -> None:
     offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
     stop = add_run_verb(verbs, "stop", "end every replica of a run, and prove it", _stop)
     stop._actions[-1].nargs = "?"
-    offer(value(stop, "--executor", "NAME", "with --all, in RUN's place: what lives on this platform"), *EXECUTORS)
-    flag(stop, "--all", help="of any run, also what no run knows of; asks first")
+    offer(value(stop, "--executor", "NAME", "with --all, instead of RUN: all processes there"), *EXECUTORS)
+    flag(stop, "--all", help="end processes of all runs, and processes of no known run; asks first")
     again(stop, "--option", type="option", metavar="KEY=VALUE", help="with --all: namespace=me of hf-jobs")
     flag(stop, "--yes", "-y", help="with --all: do not ask")
     value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type="seconds")
-    flag(stop, "--purge", help="and remove what platforms keep of it; never the run itself")
+    flag(stop, "--purge", help="also remove the data that platforms keep of the run; never the run itself")
 
 
 def _scale(args: Namespace, run: "Run") -> Answer:
@@ -68,7 +68,7 @@ def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
     if args.option:
-        raise run_url.UsageError("--option is of --all: a run knows its own places. Leave it out")
+        raise run_url.UsageError("--option belongs to --all: a run knows its own places. Leave it out")
     from executors.cli.changing import scale
     from executors.supervision.shutdown import purge_run, stop_run
 
@@ -96,7 +96,7 @@ def _stop_all(args: Namespace) -> Answer:
     if args.run or not (args.all and args.executor):
         raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` ends all there")
     if args.purge or args.grace is not None:
-        raise run_url.UsageError("--purge and --grace are of `diloco stop RUN`: --all ends everything there at once")
+        raise run_url.UsageError("--purge and --grace belong to `diloco stop RUN`: --all ends everything there at once")
     options = dict(args.option or ())
     executor = make_executor(Place(args.executor, options=options))
     try:

@@ -1,10 +1,10 @@
-"""`diloco doctor URL`: whether this store can carry a run, and the time and price of one sync of this model.
+"""`diloco doctor URL`: checks whether a store can carry a run, and estimates time and price of one sync of a model.
 
     URL ──▶ rendezvous.engine.probe ──▶ table, yes or no
     run.toml ──▶ parameters of its model, codec, replicas ──▶ bytes, time and price of a sync
                                                          └──▶ the choice of codec = "auto", and its reason
 
-Not promised: prices except of S3 and R2; that a sync under load is as fast as the measurement.
+Not promised: prices of stores other than S3 and R2; that a sync under load is as fast as the measurement.
 """
 
 import os
@@ -21,7 +21,7 @@ from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 
 REPLICAS = 4
-BLOB = 32 << 20  # largest number of bytes that is timed
+BLOB = 32 << 20  # bytes: the largest transfer that `doctor` times
 
 
 def doctor(url: str, parameters: int | None, config: str | None, replicas: int | None) -> tuple[str, bool]:

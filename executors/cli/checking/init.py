@@ -4,7 +4,7 @@
            prompts.jsonl      training                   test_rewards.py     python test_rewards.py
            held_out.jsonl     [eval]; never trained on
 
-    --task sums      additions that a small instruct model half knows
+    --task sums      additions, which a small instruct model solves only sometimes
     --task yours     eight questions and a reward that looks for the answer: replace them by yours
 
 The folder must be new; no existing file is overwritten.
@@ -22,8 +22,8 @@ from pathlib import Path
 from executors.preflight.run_url import UsageError, foreign_files
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SUMS, HELD_OUT = 400, 100  # prompts
-LARGEST = 30  # summand
+SUMS, HELD_OUT = 400, 100  # numbers of prompts
+LARGEST = 30  # the largest summand
 
 RUN = """\
 # {name}: made by `diloco init`. docs/configuration.md has every setting; `--set inner.lr=2e-6` changes one.
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class StarterTask:
-    """A task.   rows: (question, answer); the last `held_out` are held out.   length: most tokens of an answer."""
+    """A task.   rows: (question, answer); the last `held_out` rows are held out.   length: most tokens of an answer."""
 
     rows: list[tuple[str, str]]
     held_out: int
@@ -151,7 +151,7 @@ def project_files(name: str, model: str, task: StarterTask) -> dict[str, str]:
 
 
 def _in_toml(text: str) -> str:
-    """Return the text for a place between quotes.  TOML refuses the escapes of half characters, and a bare DEL."""
+    """Return the text, escaped for TOML quotes.  TOML refuses escapes of surrogates, and an unescaped DEL."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 

@@ -1,11 +1,11 @@
 """`diloco setup modal` and `diloco setup hf`: check an account, and print the command that starts a run.
 
     login ──▶ store ──▶ secret, or keys ──▶ the command to type
-      └─ each: "ok"; or made here, if that is possible and you agree; or an advice, after which you run setup again
+      └─ each step: "ok"; or setup makes the missing thing, if you agree; or an advice, after which you run setup again
 
 The first step that is not ok ends the setup, because the later steps need it.
 
-Not promised: that an account may rent GPUs (a plan, credits), which only a launch shows.  Setup launches nothing.
+Not promised: that your account may rent GPUs, which needs a plan or credits.  Only a launch shows it; setup has none.
 """
 
 import shlex
@@ -22,7 +22,7 @@ from rendezvous.errors import RendezvousError
 from rendezvous.stores.open import open_store
 
 SMALL = 1 << 20  # bytes of the blob that the check of the store writes
-CREDENTIALS = {  # variables that a replica needs to reach a store, by its scheme
+CREDENTIALS = {  # URL scheme of a store -> environment variables that a replica needs to reach the store
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT_KEY",),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY"),
@@ -49,7 +49,7 @@ Ask = Callable[[str], bool]  # asks the user whether to make something
 
 
 def setup(place: str, url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
-    """Yield the steps, up to the first that has a todo."""
+    """Yield the steps, up to the first step that has a todo."""
     steps = _modal_steps(url, secret, clock, ask, environ) if place == "modal" else _hf_steps(url, clock, ask, environ)
     for step in steps:
         yield step
@@ -144,7 +144,7 @@ def _store_step(url: str, clock: Clock) -> SetupStep:
         return SetupStep("store", f"{url}: {error}", "correct that; `diloco doctor URL` shows more")
     if reason:
         return SetupStep("store", f"{url} cannot carry a run: {reason}", "take another store with --run")
-    return SetupStep("store", f"{url} keeps what was written first, and all readers get that")
+    return SetupStep("store", f"{url} keeps the first write to a key, and all readers get that write")
 
 
 def _tried_step(name: str, good: str, request: Callable[[], Any]) -> SetupStep:

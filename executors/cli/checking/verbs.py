@@ -25,24 +25,24 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from inner.usercode.trial import PromptTrial, Trial
 
-WIDTH = 72  # of a prompt or completion that `diloco check` shows
+WIDTH = 72  # most characters that `diloco check` shows of a prompt or completion
 
 
 def add_verbs(verbs: Any) -> None:
     start = add_verb(verbs, "init", "a small project that runs as it stands: config, prompts, reward, its test", _init)
-    value(start, "folder", "FOLDER", "a new one")
-    value(start, "--model", "MODEL", f"on the Hub, a folder or .gguf ({MODEL})", default=MODEL)
-    start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: to write over")
+    value(start, "folder", "FOLDER", "the project's new folder")
+    value(start, "--model", "MODEL", f"a model on the Hub, a folder or .gguf ({MODEL})", default=MODEL)
+    start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: a template")
     check = add_verb(verbs, "check", "ask the reward about the first prompts; nothing is started", _check)
     add_config(check)
     value(check, "--rows", "N", "prompts (default 3)", type="positive", default=3)
     again(check, "--completion", default=[], metavar="TEXT", help="score this one too; again for more")
     doctor = add_verb(verbs, "doctor", "can this store carry a run, and what does one sync take and cost", _doctor)
-    value(doctor, "store", "URL", "of a store, or of a run that is to lie in it")
+    value(doctor, "store", "URL", "URL of a store, or of a run to be created in it")
     size = doctor.add_mutually_exclusive_group()
-    value(size, "--parameters", "N", "of the model, e.g. 600M or 1.7B", type="count")
+    value(size, "--parameters", "N", "parameters of the model, e.g. 600M or 1.7B", type="count")
     value(size, "--config", "CONFIG", "a run.toml: its model, codec and replicas")
-    value(doctor, "--replicas", "N", "default: as in CONFIG, else 4", type="positive")
+    value(doctor, "--replicas", "N", "number of replicas (default: as in CONFIG, else 4)", type="positive")
     text = "from an account to the command that starts a run: login, store, secret; makes what it may"
     setup = add_verb(verbs, "setup", text, _setup)
     value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))
@@ -55,8 +55,8 @@ def add_verbs(verbs: Any) -> None:
     text = 'tab completion for your shell: eval "$(diloco completion bash)"'
     shell = add_verb(verbs, "completion", text, partial(_completion, verbs))
     value(shell, "shell", "SHELL", ", ".join(SCRIPTS), choices=tuple(SCRIPTS))
-    shell.add_argument("--verb", default="", help="for whose sake (`logs` knows sessions, such as r01-2, too)")
-    value(shell, "--slots", "RUN", "only name the slots of a run, one a line (the scripts ask this)")
+    shell.add_argument("--verb", default="", help="the verb to complete (`logs` takes sessions, such as r01-2, too)")
+    value(shell, "--slots", "RUN", "only print the slots of a run, one per line (for the scripts)")
 
 
 def _init(args: Namespace) -> Answer:
@@ -83,7 +83,7 @@ def _check(args: Namespace) -> Answer:
     found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
     rewards = config.inner.rewards
     tried = ", ".join(rewards.named.values()) or str(config.inner.scoring_task)
-    models = [f"not asked here: {spelling}, a reward model" for spelling in rewards.models.values()]
+    models = [f"not called here: {spelling}, a reward model" for spelling in rewards.models.values()]
     return Answer(asdict(found), [*check_lines(found, tried), *models])
 
 
@@ -150,7 +150,7 @@ def _setup(args: Namespace) -> Answer:
     good = not any(step.todo for step in steps)
     typed = setup.next_command(args.place, url, args.secret)
     data = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
-    lines = ["all there. A first run, of a few minutes and cents (with `plan` for `train` it says its price):", typed]
+    lines = ["all steps are ok. A small first run, for some cents (write `plan` for `train` to see its price):", typed]
     return Answer(data, lines if good else [], 0 if good else 2)
 
 

@@ -3,7 +3,7 @@
     boxes_used {boxes, box_s} of replicas and actors ── summed ──▶ "  boxes      e2b         512    1.40     0.14"
     heartbeats: US dollars ─────────────────────────────────────────────────────────────────────────────────┘
 
-Not promised: the boxes of a batch whose replica was killed, which neither source has; the provider's invoice.
+Not promised: the boxes of a batch whose replica was killed (neither source has them); the provider's invoice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ UNKNOWN = "no price is known, so they are not in the sum: inner.sampling.box_usd
 
 @dataclass(frozen=True)
 class BoxCosts:
-    """The sum.   usd: None if no price of this provider is known."""
+    """The sums of a run's box use.   usd: None if no price of this provider is known."""
 
     provider: str
     boxes: int
@@ -34,7 +34,7 @@ class BoxCosts:
 
 
 def provider_in(config: Mapping[str, Any]) -> str | None:
-    """Return the provider that a run.json's config names; None without one, or for wrong types."""
+    """Return the provider that a run.json's config names; None if it names none, or has wrong types."""
     found = sampling_in(config).get("boxes")
     return found if isinstance(found, str) else None
 
@@ -48,9 +48,9 @@ def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sum of a run whose config names a provider; None for other runs.   usd: by the heartbeats.
+    """Return the sums of a run whose config names a provider; None for other runs.   usd: dollars by the heartbeats.
 
-    An event has the price that the replica knew: none for a flavor that the environment file chose.
+    An event has the price that the replica knew.  A replica knows no price of a flavor that the environment file chose.
     """
     if (provider := provider_in(config)) is None:
         return None

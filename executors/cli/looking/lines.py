@@ -1,4 +1,4 @@
-"""A running run as lines: one key=value line per committed step and per event.
+"""Prints a running run as lines: one key=value line per committed step and per event.
 
     {"event": "lost", "slot": "r01", …} ──▶ event=lost at=12.31 slot=r01 …       without fields that only programs need
     view_for(out)    a terminal ──▶ Screen, a table that is redrawn in place (status.py)       else ──▶ Lines

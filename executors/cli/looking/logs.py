@@ -1,7 +1,7 @@
 """Prints the output of a replica on any platform.
 
     run, r01 ────find──▶ handle ──▶ lines · follow        the newest launch of a slot
-    run, r01-1 ──log───▶ handle ──▶ lines · follow        one session, dead or alive, by its launch
+    run, r01-1 ──log───▶ handle ──▶ lines · follow        the launch of one session, running or ended
                  └─ no handle, or its platform keeps no log: the session's data in the bucket (events, last lines)
     run, supervisor                                       the log of a detached supervisor
 
@@ -44,7 +44,7 @@ SESSION = re.compile(r"([ra]\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class OpenLog:
-    """A log.   lines, follow: called with a number of last lines, or None for all.   handle: of its launch, or None."""
+    """A log.   lines, follow: take the number of last lines (None: all).   handle: the launch's handle, or None."""
 
     lines: Callable[[int | None], list[str]]
     follow: Callable[[int | None], Iterator[str]]
@@ -117,7 +117,7 @@ def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
 def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
     try:
         return bool(executor.logs(handle, 1))
-    except ExecutorError:  # its platform has no log any more, or cannot be asked
+    except ExecutorError:  # the platform has no log any more, or does not answer
         return False
 
 

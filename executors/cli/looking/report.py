@@ -71,7 +71,7 @@ def publish_refused(error: Exception) -> str:
 
 
 def late_rewards_of(report: Report, store: Readable) -> dict[str, dict[str, Any]]:
-    """Return the counts of late rewards by name; {} if the run records no rollouts, because it then has none."""
+    """Return the counts of late rewards by name; {} if the run records no rollouts, so that none can be rewarded."""
     if not report.setting("fleet", "record_rollouts", False):
         return {}
     from diloco.model.late_rewards import count_late_rewards
@@ -80,7 +80,7 @@ def late_rewards_of(report: Report, store: Readable) -> dict[str, dict[str, Any]
 
 
 def late_lines(late: dict[str, dict[str, Any]]) -> list[str]:
-    """Return lines with judges' rewards after the training, beside the rewards that were trained on."""
+    """Return lines that compare judges' later rewards of rollouts with the rewards that the run trained on."""
     text = "  late rewards by {name}: rollouts {rollouts}, mean {mean:.3g}; their steps had trained on {before}"
     words = lambda mean: "no reward" if mean is None else f"{mean:.3g}"  # noqa: E731
     return [text.format(name=name, before=words(one["trained_on"]), **one) for name, one in late.items()]

@@ -1,4 +1,4 @@
-"""Commands for runs in the short form of `launch_replicas`, which have no records: the data come from the platform.
+"""Commands for runs that `launch_replicas` started.  Such runs keep no records, so the platform supplies the data.
 
     diloco status|costs|stop  modal://sweep-3 · hf-jobs://… · slurm://… · sky://… · local://… · a folder with processes
           └─ find ─▶ poll ─▶ a line for each process: state, hours, dollars      stop: cancel ─▶ poll until all ended
@@ -24,7 +24,7 @@ from rendezvous.clock import Clock
 from rendezvous.stores.open import open_store
 
 VERBS = ("status", "costs", "stop")
-GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # of `stop`: to leave; to be reported as ended; between two polls
+GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # `stop` waits: for a process to leave; for the report of its end; per poll
 
 
 def platform_of(url: str) -> str:
@@ -40,7 +40,7 @@ def platform_of(url: str) -> str:
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A run that only its platform knows."""
+    """A run without records, which only its platform knows."""
 
     url: str
     executor: FleetExecutor

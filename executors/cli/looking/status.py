@@ -51,7 +51,7 @@ from rendezvous.layout import is_actor
 from rendezvous.records.records import Beat
 
 INDENT = " " * 12
-UNHEARD_S = 60.0  # clocks of two machines differ, and a look at a large run takes a while
+UNHEARD_S = 60.0  # generous, because the clocks of two machines differ, and reading a large run takes a while
 
 
 class Screen:
@@ -104,7 +104,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
 
 
 def _device_lines(report: Report) -> list[str]:
-    """Return a line with each device and the slots that train on it; [] if all train on CPUs."""
+    """Return a line that lists each device and the slots that train on it; [] if all slots train on CPUs."""
     live = [x for x in report.sessions if x.how == "running" and x.device]
     names = sorted({x.device for x in live})
     if not names or names == ["cpu"]:
@@ -239,7 +239,7 @@ def cost_table(spent: Costs, report: Report) -> list[str]:
         now = "runs" if any(b.ended is None and not b.pending for b in bills) else ""
         rows.append(f"  {slot:10s} {executor:8s} {len(bills):8d} {hours:7.2f} {price:>8s}  {now}".rstrip())
     if spent.unlogged:
-        gone = "a control record has it, the log is gone"
+        gone = "from a control record; the log is gone"
         rows.append(f"  {'?':10s} {'':8s} {'':8s} {'':7s} {spent.unlogged:8.2f}  {gone}")
     if spent.untold:
         rows.append(f"  the log of their launch is gone, so their cost is unknown: {', '.join(spent.untold)}")
@@ -283,7 +283,7 @@ def _done_words(report: Report, clock: Clock) -> str:
 
 
 def last_end(report: Report) -> dict[str, Any] | None:
-    """Return the newest end of a supervisor in the log; None if it ended well, or if there is none."""
+    """Return the newest end of a supervisor in the log; None if that supervisor ended well, or if none has ended."""
     ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
     if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
         return None

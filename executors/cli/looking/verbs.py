@@ -32,26 +32,26 @@ HOME = "127.0.0.1"  # where --web serves the page
 
 def add_verbs(verbs: Any) -> None:
     add_run_verb(verbs, "status", "what a run is doing", patient(_status))
-    text = "what it is doing, as it goes on: curves, sessions, events; keys for logs and rollouts"
+    text = "follow a run live: curves, sessions, events; keys open logs and rollouts"
     watch = add_run_verb(verbs, "watch", text, _watch)
-    flag(watch, "--web", help="as a page in your browser")
-    value(watch, "--port", "P", "of --web: default 8642, else a free one; 0: a free one", type="port")
-    value(watch, "--bind", "HOST", "of --web: elsewhere its address has a token", default=HOME)
-    flag(watch, "--publish", help="write the page into the bucket, again and again")
+    flag(watch, "--web", help="show a page in your browser")
+    value(watch, "--port", "P", "the page's port (default: 8642 if free; 0: any free port)", type="port")
+    value(watch, "--bind", "HOST", "the page's address; other than the default, its URL has a token", default=HOME)
+    flag(watch, "--publish", help="keep writing the current page into the bucket")
     logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
-    told = "r00 (its newest launch), r00-1 (one session, dead or alive), or supervisor; none: the slots are named"
+    told = "r00 (its newest launch), r00-1 (one session), or supervisor; left out: list the slots"
     offer(value(logs, "slot", "SLOT", told, nargs="?", default=""), SLOTS)
-    flag(logs, "--follow", "-f", help="and what comes, until it ends")
-    value(logs, "--tail", "N", "the last N lines only", type="natural")
+    flag(logs, "--follow", "-f", help="keep printing new lines until it ends")
+    value(logs, "--tail", "N", "print only the last N lines", type="natural")
     add_run_verb(verbs, "costs", "what a run has cost so far, by replica and place", patient(_costs))
     report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
-    value(report, "--to", "DIR", "where to (default: the run's folder; here, for a bucket)")
-    flag(report, "--publish", help="and write the page into the bucket, below page/")
-    flag(report, "--png", help="and report.png, a picture of it")
+    value(report, "--to", "DIR", "folder to write to (default: the run's folder; for a bucket, the working directory)")
+    flag(report, "--publish", help="also write the page into the bucket, below page/")
+    flag(report, "--png", help="also write report.png, a picture of the page")
     text = "say which settings differ between two runs; their curves side by side"
     diff = add_verb(verbs, "diff", text, patient(_diff))
     value(diff, "old", "OLD", "a run")
-    value(diff, "new", "NEW", "another one")
+    value(diff, "new", "NEW", "the other run")
 
 
 def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
@@ -83,7 +83,7 @@ def _status(args: Namespace) -> Answer:
 def _watch(args: Namespace) -> Answer:
     url = run_url.checked_url(args.run)
     if not args.web and (args.port is not None or args.bind != HOME):
-        raise run_url.UsageError("--port and --bind are of the page that --web serves. Add --web, or leave them out")
+        raise run_url.UsageError("--port and --bind belong to the page that --web serves. Add --web, or leave them out")
     if args.web or args.publish:
         from executors.cli.web.run import PageRequest, watch_page
 
@@ -116,7 +116,7 @@ def _costs(args: Namespace) -> Answer:
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
     if provider_in(report.config) is not None:
-        report = _opened(args.run, EVERYTHING)[1].refresh()  # replicas' logs say what boxes they used
+        report = _opened(args.run, EVERYTHING)[1].refresh()  # the replicas' logs count the boxes that they used
     spent = costs(report, time.time())
     used = box_costs(report.config, report.events, spent.boxes)
     data = {

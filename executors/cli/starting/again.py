@@ -1,9 +1,9 @@
 """`diloco train CONFIG --run RUN --again`: found a run again, with the corrected file, if nothing was trained in it.
 
-    it has the same config       ─▶ nothing to do
+    the run has the same config  ─▶ nothing to do
     a supervisor holds the run   ─▶ refused: `diloco stop RUN` first
     stop_run, with its proof     ─▶ refused if a process may still run
-    Superseded as commit 0       ─▶ refused if a step was committed in the meantime; else the run of RUN/again counts
+    a record `Superseded`, written as commit 0  ─▶ refused if a step was committed meanwhile; else RUN/again counts
 
 If two users do this at once, they supersede one run and found one: run.json in RUN/again is written once.
 
@@ -31,7 +31,7 @@ from rendezvous.stores.run_key import open_signed
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
     """Return the URL at which to found the run.   url: from `current_url`.
 
-    Raise UsageError if that is refused; by then at most `stop_run` has written records."""
+    Raise UsageError if the run cannot be founded again; by then at most `stop_run` has written records."""
     store = open_signed(url)
     if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
         return url

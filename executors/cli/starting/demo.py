@@ -106,7 +106,7 @@ def kill_one(supervisor: Supervisor, report: Report) -> None:
 
 
 def is_kill_due(beat: Beat, report: Report) -> bool:
-    """Whether the heartbeat is in outer step FROM_STEP or later, and not past its middle (it is a moment old)."""
+    """Whether the heartbeat, which is a moment old, is in FROM_STEP or a later outer step, and not past its middle."""
     half = max(1, inner_steps_per_round(report) // 2)
     return beat.phase == "train" and beat.step >= FROM_STEP and 0 < beat.inner <= half
 

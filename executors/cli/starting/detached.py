@@ -42,7 +42,7 @@ from rendezvous.store import Readable, Store
 START = "import sys; from executors.supervision.supervisor import main; sys.exit(main())"
 TAIL = 12
 LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
-SILENT_MOST_S = 600.0  # a call found running that is silent for so long is cancelled, and a new one is started
+SILENT_MOST_S = 600.0  # an earlier supervisor that stays silent for this time is cancelled, and a new one starts
 NOT_HEARD = (
     "it runs, but has not been heard for {:.0f} s; `diloco status {}` shows whether it comes, `diloco logs {} "
     "supervisor` what it says"
@@ -51,9 +51,9 @@ NOT_HEARD = (
 
 @dataclass(frozen=True)
 class Detached:
-    """A detached supervisor.   where: in words.   native: the platform's id for it, "" for a local process.
+    """A detached supervisor.   where: its place, in words.   native: the platform's id; "" for a local process.
 
-    found: it ran before this command.   ended(): its outcome, None while it runs.   cancel(): ends it.
+    found: whether it ran before this command.   ended(): its outcome; None while it runs.   cancel(): ends it.
     """
 
     where: str
@@ -67,7 +67,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class Handover:
-    """Result of `hand_over`.   text: for the user.   code: exit code.   started: None if one was there already."""
+    """Result of `hand_over`.   text: for the user.   code: exit code.   started: None if a supervisor ran already."""
 
     text: str
     code: int

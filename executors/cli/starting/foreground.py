@@ -1,7 +1,7 @@
 """`diloco train` in a terminal: this process supervises (with --detach another one does, detached.py).
 
     Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
-    another process supervises already: only show the run
+    if another process supervises the run already, this process only shows it
 
 Not promised: that a viewer sees a supervisor's death at once.  The supervisor's heartbeat
 stops changing, and `show` reports it.

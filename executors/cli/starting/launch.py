@@ -1,10 +1,10 @@
-"""`diloco launch SCRIPT`: what travels, what it costs, and the run that is founded.
+"""`diloco launch SCRIPT`: reads the script, shows the files to send and the price, and creates the run.
 
     SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run
                                         └ --dry-run ends here  └ founded again with a corrected script or argument,
                                                                  if nothing was trained in it (again.py)
 
-Not promised: that the script trains; it is read here, and run by the replicas.
+Not promised: that the script trains; this command only reads it, and the replicas execute it.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from rendezvous.stores.open import open_store
 
 @dataclass(frozen=True)
 class ScriptRequest:
-    """The typed script.   files: further files to send.   checked: whether it must name a way to join a run."""
+    """The typed script.   files: further files to send.   checked: refuse a script that never joins a run."""
 
     name: str
     arguments: tuple[str, ...]

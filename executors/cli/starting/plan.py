@@ -1,4 +1,4 @@
-"""`diloco plan`: what `train` would start, and what it costs; nothing is started.
+"""`diloco plan`: shows what `train` would start and what that costs; starts nothing.
 
     CONFIG, options, the bucket if it has the run ──▶ the quote · sizes · the learning rate · notes
 
@@ -16,7 +16,7 @@ from executors.supervision.costs import Costs
 
 
 def look_for_run(typed_url: str) -> outlook.Bucket:
-    """Return what the bucket has of the run.   typed_url: "" for none."""
+    """Return the bucket's knowledge of the run.   typed_url: "" if you gave no URL."""
     url = run_url.shareable_url(typed_url) if typed_url else ""
     if url:
         run_url.refuse_foreign_files(url)
@@ -24,14 +24,14 @@ def look_for_run(typed_url: str) -> outlook.Bucket:
 
 
 def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, checked: Checked) -> Answer:
-    """Say what `train` would start and what it costs."""
+    """Return an answer that describes the processes that `train` would start, and their price."""
     places = quote.wanted_places(asked.places, bucket.wanted.places)
     named = replace(asked, url=outlook.stand_in_url(asked.url, places))
     spent = None if bucket.url and not bucket.note else Costs()
     offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
     replicas = asked.fleet.replicas or config.fleet.replicas
     steps = asked.fleet.steps or config.fleet.steps
-    devices = min(place.devices for place in places if not place.actors)  # where a device holds most
+    devices = min(place.devices for place in places if not place.actors)  # the most bytes per device
     sizes = outlook.size_lines(config, checked.model, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
     notes = [note for note in (*checked.notes, bucket.note) if note]

@@ -41,7 +41,7 @@ def add_verbs(verbs: Any) -> None:
     for parser in (train, plan):
         add_config(parser)
         value(parser, "--run", "URL", "where the run lies: runs/mine, s3://…", dest="url", required=parser is train)
-        flag(parser, "--no-preflight", help="do not look for mistakes first")
+        flag(parser, "--no-preflight", help="start without checking for mistakes")
     launch = add_verb(verbs, "launch", "start a script of your own as a run: replicas of `python train.py`", _launch)
     value(launch, "--run", "URL", "where the run lies: s3://… (default: runs/NAME of this folder)", dest="url")
     again(launch, "--file", metavar="PATH", dest="files", help="a file or folder that the script reads, to be sent")
@@ -52,17 +52,17 @@ def add_verbs(verbs: Any) -> None:
         _add_requests(parser)
     flag(launch, "-m", dest="is_module", help="SCRIPT is a module, as for python -m")
     launch.add_argument("script", metavar="SCRIPT", help="a Python file whose trainer has DiLoCoCallback()")
-    launch.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="of the script")
-    flag(train, "--again", help="found a run anew in which nothing was trained yet")
+    launch.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="the script's own arguments")
+    flag(train, "--again", help="recreate a run in which nothing was trained yet")
     value(train, "--from", "OLD[@STEP]", "begin with another run's weights after STEP outer steps", dest="origin")
-    flag(train, "--momentum", help="with --from: its outer momentum, too")
+    flag(train, "--momentum", help="with --from: begin with that run's outer momentum, too")
     for parser in (train, launch, resume):
         flag(parser, "--detach", help="return once a supervisor elsewhere watches it")
         flag(parser, "--yes", "-y", help="do not ask whether the price is right")
-        told = "a webhook that hears of troubles (or DILOCO_ALERT in the environment)"
+        told = "a webhook that gets messages about troubles (or DILOCO_ALERT in the environment)"
         value(parser, "--alert", "URL", told, default="")
     demo = add_verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way", _demo)
-    value(demo, "--run", "DIR", "default runs/demo; once that is done runs/demo-2, …", dest="url")
+    value(demo, "--run", "DIR", "the run's folder (default: runs/demo; then runs/demo-2, …)", dest="url")
 
 
 def _add_requests(parser: ArgumentParser) -> None:
@@ -77,16 +77,16 @@ def _add_requests(parser: ArgumentParser) -> None:
     offer(again(where, "--place", type="place", metavar="NAME[:N[:GPU]]", dest="places", help=several), *EXECUTORS)
     ahead = "processes that only sample rollouts, ahead of the replicas, e.g. 4 or modal:8:L4; 0: none from now on"
     offer(again(where, "--actors", type="actors", metavar="[NAME:]N[:GPU]", help=ahead), *EXECUTORS)
-    again(where, "--gpu", metavar="KIND", help="again for a second choice; in NAME's words")
+    again(where, "--gpu", metavar="KIND", help="GPU type, as the platform names it; repeat for a second choice")
     again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
-    value(where, "--timeout", "TIME", "of one replica's life: 6h, 90m (it restarts)", type="duration")
-    again(where, "--pip", metavar="PACKAGE", help="what a reward of yours needs there")
+    value(where, "--timeout", "TIME", "limit of a replica's life: 6h, 90m (then it restarts)", type="duration")
+    again(where, "--pip", metavar="PACKAGE", help="a package that your reward needs there")
     again(where, "--option", type="option", metavar="KEY=VALUE", help="partition=gpu, region=eu")
     money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
     value(money, "--max-usd", "X", "US dollars, since the run began", type="amount")
     value(money, "--max-hours", "H", "hours with any replica running", type="amount")
-    flag(money, "--no-lease", help="rented replicas go on for ever without a supervisor")
-    flag(money, "--allow-unknown-price", default=None, help="where no price is known")
+    flag(money, "--no-lease", help="let rented replicas run on (and cost) without a supervisor")
+    flag(money, "--allow-unknown-price", default=None, help="start even if a price is unknown")
 
 
 def request_of(args: Namespace, url: str) -> "StartRequest":
@@ -120,7 +120,7 @@ def _train(args: Namespace) -> Answer:
     clock = SystemClock()
     asked = request_of(args, present_url(run_url.shareable_url(args.url)))
     if asked.momentum and not asked.origin:
-        raise run_url.UsageError("--momentum is that of the run that --from names; add --from OLD[@STEP]")
+        raise run_url.UsageError("--momentum takes the momentum of the run that --from names; add --from OLD[@STEP]")
     wanted = read_control(open_store(asked.url))
     config = read_config(args)
     if asked.places.actors or wanted.most_actors:
@@ -237,7 +237,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         from executors.cli.starting.detached import detach_answer
 
         return detach_answer(run, asked.url)
-    survive_lost_output()  # the fleet must not end because `| head` does, or because a log's disk is full
+    survive_lost_output()  # the fleet must outlive a closed pipe (`| head`) and a full disk under the log
     outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
     words = [] if asked.as_json else [outcome.text]
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):

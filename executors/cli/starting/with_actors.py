@@ -1,9 +1,9 @@
 """The settings of a run with actors, for `train` and `plan`.
 
     a new run              its config, with the settings that actors need
-    a run that is there    its settings stay; refused if they have no use for actors
+    an existing run        its settings stay; refused if they have no use for actors
 
-Not promised: that a run which cannot be reached now would take them.
+Not promised: that a run which cannot be reached now accepts actors.
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ from rendezvous.stores.open import open_store
 
 
 def with_actors(config: RunConfig, asked: StartRequest) -> RunConfig:
-    """Return the config with the settings that actors need.   Raise ConfigError."""
+    """Return the config with the settings that actors need.   Raise ConfigError if the run has no use for actors."""
     prepared = prepared_for_actors(config)
     refuse_actors(prepared)
     if asked.places.actors and asked.url:

@@ -30,10 +30,10 @@ from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import found_room
 from rendezvous.agreement.membership import Wanted
 
-UNREAD_S = 10.0  # a heartbeat that was read longer ago is marked with "~"
+UNREAD_S = 10.0  # the age of a heartbeat that was read longer ago is marked with "~"
 MOST_EVENTS = 400
-TOGETHER_S = 30.0  # the same event of several replicas is one line
-LABEL = 9  # columns of a metric's name
+TOGETHER_S = 30.0  # equal events of several replicas within this time share a line
+LABEL = 9  # width of a metric's name, in columns
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -49,7 +49,7 @@ def cut(text: str, width: int) -> str:
 
 
 def header_lines(seen: Overview, spent: Costs, wanted: Wanted, width: int) -> list[str]:
-    """Return two lines; parts that do not fit are left out, from the end."""
+    """Return the two lines of the header, without the last parts if the terminal is too narrow for them."""
     of = f" of {seen.steps}" if seen.steps else ""
     pace = [] if seen.step_s is None else [f"{duration(seen.step_s)} per step"]
     first = [f"outer step {seen.step}{of}", *_state_parts(seen), *pace]
@@ -94,13 +94,13 @@ def _joined(parts: Sequence[str], width: int) -> str:
 
 
 def phases_words(seen: Overview) -> str:
-    """Return the number of live newest sessions by phase: "60 train, 3 wait, 1 silent"."""
+    """Return the number of slots by the phase of their live session: "60 train, 3 wait, 1 silent"."""
     phases = Counter(row.phase for row in seen.rows if row.is_live and row.is_newest)
     return ", ".join(f"{count} {phase}" for phase, count in phases.most_common())
 
 
 def freshness_line(read_s: float, trouble: str, width: int) -> str:
-    """Return the data's age as a line.   read_s: since the last good look.   trouble: the last look's error, or ""."""
+    """Return the data's age as a line.   read_s: seconds since the last good look.   trouble: the last error, or ""."""
     if trouble:
         return cut(f"! stale: nothing new for {duration(read_s)}; {trouble}", width)
     return f"read {duration(read_s)} ago"
@@ -124,13 +124,13 @@ CELLS: Sequence[tuple[str, int, int, Callable[[SessionRow], str]]] = (
 
 
 def head_line(width: int) -> str:
-    """Return the names of the cells."""
+    """Return the head line of the table: the names of the cells."""
     titles = "".join(_cell(title, size) for (title, *_), size in zip(CELLS, _sizes(width), strict=True))
     return cut(f"{titles}  last end", width)
 
 
 def row_line(row: SessionRow, ends: Mapping[str, str], width: int) -> str:
-    """Return a session's row.   ends: slot -> the end of its session before the newest."""
+    """Return a session's row.   ends: slot -> the end of the slot's previous session."""
     cells = "".join(_cell(text(row), size) for (*_, text), size in zip(CELLS, _sizes(width), strict=True))
     return cut(f"{cells}  {_end_cell(row, ends)}", width)
 
@@ -167,7 +167,7 @@ def _end_cell(row: SessionRow, ends: Mapping[str, str]) -> str:
 
 
 def last_ends(rows: Iterable[SessionRow], shown: Iterable[SessionRow]) -> dict[str, str]:
-    """Return slot -> end and reason of its session before the newest, if that session has no row."""
+    """Return slot -> end and reason of the slot's previous session, if that session has no row of its own."""
     newest = {row.slot: row for row in rows if not row.is_newest}
     listed = {row.name for row in shown}
     return {slot: _end_words(row) for slot, row in newest.items() if row.name not in listed}
@@ -197,7 +197,7 @@ def metric_line(curve: MetricCurve, width: int, *, chosen: bool) -> str:
 
 
 def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
-    """Return the curve over outer steps, with its extreme values on the left, and first and newest step below."""
+    """Return the curve as a chart: its extreme values are on the left, its first and newest outer step below."""
     labels = [number_words(value) for value in (max(curve.values), min(curve.values))]
     margin = max(map(len, labels)) + 1
     room = max(1, width - margin)
@@ -213,7 +213,7 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
 
 
 def stretched(values: Sequence[float], width: int) -> list[float]:
-    """Return the values, repeated to one per column."""
+    """Return one value per column; each value is repeated to fill the width."""
     return [values[len(values) * i // width] for i in range(width)]
 
 

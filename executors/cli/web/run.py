@@ -33,15 +33,15 @@ from executors.cli.web import server as web
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 
-ROLLOUTS_S = 300.0  # between two reads of rollouts, each of which is a few requests
-CHUNKS_S = 120.0  # chunks are made again after so long without a new outer step, because logs may be late
-POLL_S = 3.0  # between two requests of a browser
-PUBLISH_S = 30.0  # between two writes
+ROLLOUTS_S = 300.0  # seconds between two reads of rollouts, each of which costs a few requests
+CHUNKS_S = 120.0  # seconds without an outer step, after which chunks are made again, because logs may be late
+POLL_S = 3.0  # seconds between two requests of a browser
+PUBLISH_S = 30.0  # seconds between two writes of the page into the bucket
 
 
 @dataclass(frozen=True)
 class PageRequest:
-    """The options.   web: serve at bind:port.   port: None: the default, else a free one; 0: a free one."""
+    """The options.   web: serve at bind:port.   port: 0: any free port; None: the default port, or a free one."""
 
     web: bool = False
     publish: bool = False
@@ -51,7 +51,7 @@ class PageRequest:
 
 
 def watch_page(asked: PageRequest, url: str, clock: Clock) -> int:
-    """Serve the page, publish it, or both; return the exit code.   Raises ConfigError, UsageError before that."""
+    """Serve the page, publish it, or both; return the exit code.   Raise ConfigError or UsageError before the start."""
     if asked.web:
         web.check_web()
     view = ask_again(lambda: open_view(url, COSTS), clock)
@@ -91,7 +91,7 @@ def _look_on(looks: "PageLooks", clock: Clock, publisher: "PageWriter | None", *
 
 
 class PageWriter:
-    """Writes the page into the bucket.   refused: the first write has failed, so no other is tried."""
+    """Writes the page into the bucket.   refused: the first write has failed, so the writer tries no other."""
 
     def __init__(self, view: View, clock: Clock, out: TextIO) -> None:
         self._publisher = Publisher(view.run.store, str(view.run.record.config.get("name", "run")))
@@ -126,7 +126,7 @@ class PageWriter:
 
 
 class PageLooks:
-    """The reads, one after the other.   files: the newest complete data.   stale: "", or the error and its time."""
+    """The reads of one run, in sequence.   files: the newest complete data.   stale: the error and its time, or ""."""
 
     def __init__(self, view: View, clock: Clock, poll_s: float = POLL_S) -> None:
         self.name = str(view.run.record.config.get("name", "run"))
@@ -149,7 +149,7 @@ class PageLooks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything has been read once."""
+        """Whether all parts of the run have been read at least once."""
         return self._live.is_whole
 
     def look(self) -> None:

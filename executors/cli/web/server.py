@@ -73,7 +73,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """Whether it is an IP address, which, unlike a name, another site cannot point here."""
+    """Whether the host is an IP address.  Unlike a name, no other site can make an IP address point to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -134,7 +134,7 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 @dataclass
 class PageApp:
-    """An ASGI application.   files(): the newest files by name, {} until the first look.   stale(): error, or ""."""
+    """The ASGI application.   files(): the newest files by name; {} before the first look.   stale(): error, or ""."""
 
     door: Door
     name: str
@@ -196,7 +196,7 @@ def check_web() -> None:
 
 
 def bounded_protocol() -> Any:
-    """Return uvicorn's protocol with the limits on connections (see above).
+    """Return uvicorn's protocol class with this module's limits on connections.
 
     `cycle` is set once a request has arrived.  A refused request ends its connection, so a connection with a `cycle`
     has shown the token."""
@@ -229,7 +229,7 @@ def bounded_protocol() -> Any:
 
 
 class PageServer:
-    """Serves until `stop`."""
+    """An HTTP server that runs in a thread until `stop`."""
 
     def __init__(self, app: PageApp, listening: socket.socket) -> None:
         import uvicorn

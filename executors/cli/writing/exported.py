@@ -1,11 +1,11 @@
-"""The folder of an export, which later exports replace and --push uploads: only the files that an export wrote.
+"""Manages the folder of an export: later exports replace, and --push uploads, only files that an export wrote.
 
-    DIR/.export-x7f3/  ◀── the model, the card, the report          a fresh folder, so what it holds is the export
-    DIR                ◀── its files, after those of the export before (named in diloco-export.json) are removed
+    DIR/.export-x7f3/  ◀── the model, the card, the report          a fresh folder, which holds only the export
+    DIR                ◀── its files, after the files of the previous export (listed in diloco-export.json) are removed
 
-So no adapter of an earlier export lies beside a whole model, and no file of the user's is uploaded.
+So a whole model never lies beside the adapter of an earlier export, and --push never uploads a file of the user.
 
-Not promised: that manual changes in an exported file are kept; an export that is killed between two files.
+Not promised: that manual changes in an exported file are kept; a complete folder if the export is killed.
 """
 
 import json
@@ -23,7 +23,7 @@ MARK = "diloco-export.json"  # in an exported folder: its run, outer step and fi
 
 
 def refuse_export(to: Path) -> None:
-    """Raise UsageError if the export would overwrite files that are not of an export, or write into a run."""
+    """Raise UsageError if the export would overwrite files that no export wrote, or would write into a run."""
     if to.is_file():
         raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
     for above in (to, *to.resolve().parents):
@@ -50,9 +50,9 @@ def fresh_folder(to: Path) -> Generator[Path]:
 
 
 def replace_export(to: Path, made: Path, run: str, step: int) -> list[str]:
-    """Move the files of `made` into `to`, in place of those of the export before.   Return their names."""
+    """Replace the files of the previous export in `to` by the files of `made`.   Return the new files' names."""
     names = sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file())
-    mark_export(to, run, step, [*_earlier_files(to), *names])  # of both, if this process is killed in between
+    mark_export(to, run, step, [*_earlier_files(to), *names])  # the names of both, in case this process is killed
     for name in _earlier_files(to):
         if name not in names and (to / name).resolve().is_relative_to(to.resolve()):
             (to / name).unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def mark_export(to: Path, run: str, step: int, files: Sequence[str] = ()) -> Non
 
 
 def _earlier_files(to: Path) -> list[str]:
-    """Return the names that the export before has marked; [] without one, or if its mark cannot be read."""
+    """Return the file names in the previous export's mark; [] if there is no mark, or if it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         names = json.loads((to / MARK).read_text(encoding="utf-8"))["files"]
         return [name for name in names if isinstance(name, str) and name not in ("", ".", MARK)]

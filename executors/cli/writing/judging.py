@@ -1,11 +1,11 @@
 """`diloco bisect RUN -- COMMAND` and `diloco blame RUN`: from the request to an answer.
 
-    bisect   the θ that are kept ──▶ diloco/audit/bisect.py, with the command as the judge
+    bisect   the kept weights θ  ──▶ diloco/audit/bisect.py, with the command as the judge
     blame    the requested metric ──▶ diloco/audit/blame.py
 
 The command follows `--`; `split_command` removes both before argparse could parse them.
 
-Not promised: anything about the command; it is yours, and runs with your rights.
+Not promised: any protection from the command; you supply it, and it runs with your rights.
 """
 
 import time

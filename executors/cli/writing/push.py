@@ -46,7 +46,7 @@ def write_bundle(run: Run, step: int, to: Path) -> list[str]:
 
 
 def card(report: Report, step: int, folder: Path, now: float) -> str:
-    """Return the model card of θ_step, which lies in `folder`.   now: Unix time."""
+    """Return the model card of θ_step.   folder: has the exported model.   now: Unix time."""
     base = report.setting("inner", "model", "") or ""
     facts = {
         "base model": f"[{base}](https://huggingface.co/{base})" if is_hub_name(base) else base or "a script's own",
@@ -67,7 +67,7 @@ def card(report: Report, step: int, folder: Path, now: float) -> str:
 
 
 def _ends(report: Report) -> list[Any]:
-    """The first and the last evaluation on held-out prompts."""
+    """Return the first and the last evaluation on held-out prompts."""
     found = report.evaluations
     return [found[0], found[-1]] if len(found) > 1 else list(found)
 
@@ -86,7 +86,7 @@ def _is_here(package: str) -> bool:
 
 
 def _digest(report: Report, step: int) -> str:
-    """The digest of θ_step that the replicas agreed on; "unknown" where the log has none."""
+    """Return the digest of θ_step that the replicas agreed on; "unknown" if the log has none."""
     found = {digest for s in report.steps if s.t == step - 1 for digest in s.thetas.values()}
     return found.pop() if len(found) == 1 else "unknown"
 

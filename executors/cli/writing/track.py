@@ -30,15 +30,15 @@ from executors.cli.answers import Answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 
-LOOK_S = 5.0  # between two looks at a run on this machine
+LOOK_S = 5.0  # seconds between two looks at a run on this machine
 FAR_LOOK_S = 20.0  # the same for a bucket, where every look costs money
 
 
 @dataclass(frozen=True)
 class TrackRequest:
-    """The options.   to: names of trackers.   samples: completions per outer step.   folder: of TensorBoard's files.
+    """The options.   to: names of trackers.   samples: completions per outer step.   folder: for TensorBoard's files.
 
-    parent: "PID:START" of a process with which we end, or "".
+    parent: "PID:START" of a process; this command ends when that process ends.   "": no such process.
     """
 
     to: tuple[str, ...]
@@ -90,7 +90,7 @@ def _feed_until(feed: Feed, must_end: Callable[[float], bool], follow: bool, loo
 
 
 def _ending_signals(parent: str) -> Callable[[float], bool]:
-    """Return a function that waits so many seconds, and returns whether we must end."""
+    """Return a function that waits the given number of seconds, and returns whether this command must end."""
     asked = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:

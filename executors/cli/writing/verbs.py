@@ -4,8 +4,8 @@
     verify explain blame bisect  compute numbers again, and explain them         eval: on held-out prompts
     gc reward                    the only verbs that change the bucket: objects are deleted; a late reward is added
 
-Not promised: that manual changes in a folder of an earlier export are kept; that θ of every step is kept (`verify`
-says which are).
+Not promised: that manual changes in a folder of an earlier export are kept; that the weights θ of every step are kept
+(`verify` lists the kept ones).
 """
 
 import sys
@@ -35,7 +35,7 @@ def add_verbs(verbs: Any) -> None:
     value(export, "--push", "OWNER/NAME", "a repository of the Hub, with a model card, the report and rollouts")
     flag(export, "--public", help="with --push: a new repository is public")
     flag(export, "--dry-run", help="with --push: write the folder alone")
-    flag(export, "--merge", help="of a LoRA run: the whole model, not the adapter alone")
+    flag(export, "--merge", help="write a LoRA run's whole model, not only its adapter")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
     flag(verify, "--inner", help="take the inner steps again too, and compare the pseudogradients")
@@ -43,25 +43,25 @@ def add_verbs(verbs: Any) -> None:
     explain = add_run_verb(verbs, "explain", text, opened(_explain))
     value(explain, "--step", "T", "the outer step after θ_T", type="natural", required=True)
     _add_judging_verbs(verbs)
-    gc = add_run_verb(verbs, "gc", "delete what a run needs no more, beyond a size", opened(_gc))
+    gc = add_run_verb(verbs, "gc", "delete old data that a run no longer needs, beyond a size", opened(_gc))
     value(gc, "--keep", "SIZE", '"5 GB"; "window": only what a replica may need', required=True)
-    flag(gc, "--dry-run", help="only say what would go")
+    flag(gc, "--dry-run", help="only list what would be deleted")
     flag(gc, "--yes", "-y", help="do not ask")
     text = "the reward of a step's model on held-out prompts, on this machine"
     evaluate = add_run_verb(verbs, "eval", text, opened(_eval))
     value(evaluate, "--step", "T", STEP, type=int)
     value(evaluate, "--prompts", "FILE", "a file of prompts (default: that of the run's [eval])")
     value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type="natural")
-    text = "freeze the rollouts in its log as states, to ask teachers about (docs/replay.md)"
+    text = "write the rollouts of its log as states, to ask teachers about (docs/replay.md)"
     traces = add_run_verb(verbs, "traces", text, opened(_traces))
     value(traces, "--to", "FILE", "a new file", required=True)
-    value(traces, "--pairs", "FILE", "and preference pairs from late rewards, for [inner.replay]")
+    value(traces, "--pairs", "FILE", "also write preference pairs from late rewards, for [inner.replay]")
     value(traces, "--by", "NAME", "with --pairs: whose late rewards (default: the only name)")
     text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/rewards.md)"
     reward = add_run_verb(verbs, "reward", text, opened(_reward))
     value(reward, "--rollout", "ID", "as state_id in the file of `diloco traces`", required=True)
     value(reward, "--value", "X", "the reward", required=True, type=float)
-    value(reward, "--name", "NAME", "of the judge: human, nightly_tests", required=True)
+    value(reward, "--name", "NAME", "the judge's name: human, nightly_tests", required=True)
     _add_track(verbs)
 
 
@@ -79,16 +79,16 @@ def _add_judging_verbs(verbs: Any) -> None:
     blame.add_argument("--by", choices=("replica", "step"), default="replica", help=told)
     value(blame, "--text", "FILE", "judge by the loss on this text")
     value(blame, "--prompts", "FILE", "judge by the reward on these prompts (default: the run's [eval])")
-    flag(blame, "--no-metric", help="only lengths and cosines; nothing is loaded")
+    flag(blame, "--no-metric", help="only norms and cosines; loads no model")
 
 
 def _add_track(verbs: Any) -> None:
     track = add_run_verb(verbs, "track", "write a run's curves to a tracker; its bucket is only read", _track)
-    offer(again(track, "--to", required=True, choices=TRACKERS, help="again for another one"), *TRACKERS)
-    flag(track, "--follow", "-f", help="and what comes, until the run is done")
+    offer(again(track, "--to", required=True, choices=TRACKERS, help="a tracker; may be repeated"), *TRACKERS)
+    flag(track, "--follow", "-f", help="keep writing until the run is done")
     value(track, "--samples", "N", f"completions per outer step (default {SAMPLES})", type="natural", default=SAMPLES)
-    value(track, "--project", "NAME", "in wandb and trackio (default: WANDB_PROJECT, or diloco)")
-    value(track, "--folder", "DIR", "of TensorBoard's files (default tensorboard)", default=FOLDER)
+    value(track, "--project", "NAME", "project in wandb and trackio (default: WANDB_PROJECT, or diloco)")
+    value(track, "--folder", "DIR", "folder for TensorBoard's files (default: tensorboard)", default=FOLDER)
     track.add_argument("--parent", default="", help=SUPPRESS)
 
 
@@ -97,7 +97,7 @@ def _export(args: Namespace, run: "Run") -> Answer:
 
     to = Path(args.to)
     if (args.public or args.dry_run) and not args.push:
-        raise run_url.UsageError("--public and --dry-run are of --push OWNER/NAME. Add it, or leave them out")
+        raise run_url.UsageError("--public and --dry-run belong to --push OWNER/NAME. Add it, or leave them out")
     refuse_export(to)
     from diloco.model.export import export
 

@@ -27,7 +27,7 @@ NAME_BYTES = 100
 
 @dataclass(frozen=True)
 class Missing:
-    """The reason why a replica that asked for a GPU must not start.   code: the exit code of its process."""
+    """The reason why a replica must not start without its requested GPU.   code: the exit code of its process."""
 
     code: int
     text: str
@@ -35,9 +35,9 @@ class Missing:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver.
+    """The state of NVIDIA's driver.   devices: the names of the visible GPUs.   error: why there are none, in words.
 
-    version: of CUDA, as 1000 · major + 10 · minor, 0 without a driver.   devices: their names.   error: in words.
+    version: the newest CUDA that the driver supports, as 1000 · major + 10 · minor; 0 without a driver.
     """
 
     version: int = 0
@@ -47,7 +47,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """A build of torch.   cuda, hip: versions that it is for, "" for none.   version: "" if it is not installed."""
+    """A build of torch.   version: "" if torch is not installed.   cuda, hip: versions it was built for; "": none."""
 
     version: str = ""
     cuda: str = ""
@@ -61,7 +61,7 @@ def devices_of(kind: str) -> int:
 
 
 def asked_for(kinds: Sequence[str]) -> int:
-    """Return the least number of GPUs that these kinds may mean: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
+    """Return the fewest GPUs that one of these kinds has: ("H100:8", "A100") -> 1; ("cpu-basic",) -> 0."""
     none = any(kind.lower().startswith(CPU) for kind in kinds)
     return 0 if none else min(map(devices_of, kinds), default=0)
 

@@ -1,4 +1,4 @@
-"""A log file that grows while it is read: whole lines, each once.
+"""Reads a log file that grows meanwhile: returns only complete lines, and each line once.
 
     LogFile(path).lines(tail=5)            the last five lines that are there
     LogFile(path).follow(None, ended, …)   also new lines, until `ended()`
@@ -18,7 +18,7 @@ from rendezvous.clock import Clock
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log file.   keep(line): whether to return a line."""
+    """A log file.   keep(line): a filter; True to return the line."""
 
     path: Path
     keep: Callable[[str], bool] = lambda line: True

@@ -1,4 +1,4 @@
-"""Detects a kill for lack of memory.  It is a replica's own fault: its slot gets three starts, not ten.
+"""Detects a kill for lack of memory.  Such an end counts as the replica's own fault: its slot gets 3 starts, not 10.
 
     words    Hugging Face "OOMKilled", Slurm OUT_OF_MEMORY or "oom_kill event",
              Modal KERNEL_OOM_KILL or MEMORY_…_EVICTION, SkyPilot and Kubernetes "OOMKilled (exit code 137)",
@@ -21,7 +21,7 @@ WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*evict
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
 TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
 UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; ask for more, or for less a step)"
-AMOUNTS = {  # files in the count's folder: peak memory, and the limit
+AMOUNTS = {  # file with the count of kills -> files beside it with the peak memory and the limit
     "memory.events": ("memory.peak", "memory.max"),
     "memory.oom_control": ("memory.max_usage_in_bytes", "memory.limit_in_bytes"),
 }

@@ -2,14 +2,14 @@
 
     request ─▶ answered            return the answer
             ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
-            │                                          └▶ look by label first, then again    start: it may have happened
-            ├▶ 401 403             Refused: no retry, it is the same until the token has other rights
+            │                                          └▶ look by label first, then again    start: the job may exist
+            ├▶ 401 403             Refused: no retry, because only a token with other rights would help
             └▶ any other refusal   ExecutorError: what the Hub says, and what to do next
 
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
                      until: the Unix time at which the lease of a launcher without a supervisor ends (short_form.py)
 
-Not promised: that a job which was just started is listed at once; `start` and its caller allow for that.
+Not promised: that the Hub lists a new job at once; `start` and its caller allow for a delay.
 """
 
 import os
@@ -25,11 +25,11 @@ from executors.platforms.packages.wheel import Shipment
 from rendezvous.clock import Clock, SystemClock
 
 T = TypeVar("T")
-PAUSES = (0.5, 1.0, 2.0, 4.0)  # between tries
+PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between tries
 ANSWER_S = 20.0  # limit for one answer of the Hub
 ENOUGH_S = 120.0  # limit for a request with all its tries
-PRICES_AGAIN_S = 60.0  # between two requests for the prices of jobs that exist
-UNTIL = "until"  # a label
+PRICES_AGAIN_S = 60.0  # seconds between two requests for the prices of existing jobs
+UNTIL = "until"  # the job label with the end of the lease
 NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {
@@ -44,8 +44,8 @@ HINTS = {
 class HubJob:
     """One job of a run, as the Hub reports it.
 
-    limit_s: the time-out that was asked for.   given_s: the Hub's time-out for the job, None if the Hub names none.
-    ran_s: seconds that are billed.   finished: Unix time, 0 until it has ended.
+    limit_s: the requested time-out.   given_s: the Hub's time-out for the job; None if the Hub reports none.
+    ran_s: the billed seconds.   finished: Unix time of the end; 0 until the job has ended.
     run: the run's label.
     """
 
@@ -76,7 +76,7 @@ LIVE_STAGES = ("SCHEDULING", "RUNNING")
 
 
 class Hub:
-    """One namespace of the Hub.   namespace: "": the token's own namespace."""
+    """A client for one namespace of the Hub.   namespace: a user or organization; "": the token's own namespace."""
 
     def __init__(self, namespace: str, clock: Clock) -> None:
         try:
@@ -91,7 +91,7 @@ class Hub:
         self._login = ""
         self._endpoint = os.environ.get("HF_ENDPOINT") or None  # the SDK reads it only once, at its import
         self._prices: dict[str, float | None] = {}
-        self._prices_again = float("-inf")  # when `known_price` may ask for them
+        self._prices_again = float("-inf")  # the time from which `known_price` may request prices again
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ account
@@ -135,7 +135,7 @@ class Hub:
     # ------------------------------------------------------------------ hardware
 
     def prices(self) -> dict[str, float | None]:
-        """Return dollars per hour of each flavor; None if the Hub's unit of time is unknown here."""
+        """Return dollars per hour of each flavor; None if this code does not know the Hub's unit of time."""
         if not self._prices:
             rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
@@ -143,7 +143,7 @@ class Hub:
         return self._prices
 
     def known_price(self, flavor: str) -> float | None:
-        """Return the flavor's price; None if the Hub gives no list of prices now, which must not hide a job."""
+        """Return the flavor's price; None (not an error, which would hide a job) if the Hub lists no prices now."""
         if not self._prices and self._clock.now() >= self._prices_again:
             self._prices_again = self._clock.now() + PRICES_AGAIN_S
             with suppress(ExecutorError):
@@ -155,7 +155,7 @@ class Hub:
     def jobs(self, run: str, slot: str = "", attempt: int = 0, *, alive: bool = False) -> list[HubJob]:
         """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error.
 
-        alive: only those that have not ended; a run of weeks has thousands that have.
+        alive: only jobs that have not ended; a run of weeks has thousands of ended jobs.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
         jobs = [self._job_from_row(row) for row in self._list_rows(labels, LIVE_STAGES if alive else ())]
@@ -183,7 +183,7 @@ class Hub:
             params = None
 
     def job(self, run: str, job_id: str) -> HubJob | None:
-        """Return one job of the run; None if the Hub knows no such job, or it is another run's.  One try."""
+        """Return one job of the run; None if the Hub does not know the job, or if another run owns it.  One try."""
         try:
             info = self.api.inspect_job(job_id=job_id, namespace=self.namespace)
         except Exception as error:
@@ -261,7 +261,7 @@ class Hub:
     # ------------------------------------------------------------------ code
 
     def upload(self, bucket: str, shipment: Shipment) -> str:
-        """Put the files under {digest}/ of our private bucket unless they are there; return the bucket's id."""
+        """Upload the files to {digest}/ of the private bucket, unless they exist there; return the bucket's id."""
         bucket_id = f"{self.namespace}/{bucket}"
         files = [(body, f"{shipment.digest}/{name}") for name, body in shipment.files.items()]
         what = f"upload the code to the bucket {bucket_id}"

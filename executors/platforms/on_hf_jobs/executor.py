@@ -1,11 +1,11 @@
 """Replicas as Hugging Face Jobs: one job per launch, which is found again by its labels.
 
     spec ──recipe──▶ run_job(uv run … python -m executors.platforms.container SPEC …)   labels run, slot, attempt, limit
-                 └─ listed again, at every poll ─▶ two of one launch: the oldest stays, the others are cancelled
+                 └─ listed again, at every poll ─▶ two jobs of one launch: the oldest stays, the others are cancelled
                                  ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
-    ERROR ▶ FAILED with the exit code that its last log line tells; LOST if it was cut off before that line
+    ERROR ▶ FAILED with the exit code in its last log line; LOST if the log was cut off before that line
 
 The Hub starts a replica's job only once, because the supervisor must know about every replacement.  It starts the
 supervisor's own job again when its host dies; a new supervisor needs the lease, so two supervisors launch no replica
@@ -43,7 +43,7 @@ from rendezvous.clock import Clock
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
 WATCHES = 10  # times that the Hub may start one supervisor's job; it is not started again after it has ended well
-DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size of a replica's packages, and time for them; not measured on the platform
+DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size and download time of a replica's packages; a guess, never measured there
 END_LINES = 64  # last lines of a log that are read to find its end
 
 
@@ -151,13 +151,13 @@ class HFJobsExecutor(Executor):
         return launch_of(handle)
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether to look; also at a launch that was given up, because a job that it starts must be ended."""
+        """Whether a poll asks about the launch; True for an abandoned launch, too, whose late job must be ended."""
         return super().needs_look(handle) if handle.native else launch_of(handle) in self._jobs.given_up
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status each, from one list of live jobs per run; a job that is not in it is looked up by its id.
+        """Return a status per handle, from one list of live jobs per run; look up a job by its id if the list lacks it.
 
-        Second jobs of one launch are cancelled.
+        Cancel second jobs of one launch.
         """
         runs = list(dict.fromkeys(h.run for h in handles))
         found = at_once([lambda run=run: self._jobs.list_live(run) for run in runs], ANSWER_S)
@@ -173,8 +173,8 @@ class HFJobsExecutor(Executor):
     def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
         """Return the status of one launch.   listed: its live jobs."""
         is_listed = any(j.id == handle.native for j in listed)
-        own = None if is_listed else self._hub.job(handle.run, handle.native)  # it has ended, or the list is old
-        others = [] if listed else self._hub.jobs(handle.run, handle.slot, handle.attempt)  # that have ended, too
+        own = None if is_listed else self._hub.job(handle.run, handle.native)  # the job has ended, or the list is old
+        others = [] if listed else self._hub.jobs(handle.run, handle.slot, handle.attempt)  # ended jobs, too
         job = job_that_counts([*listed, *others, *([] if own is None else [own])])
         if job is None or job.stage == "DELETED":
             return Status(handle, State.LOST, "Hugging Face knows no such job any more")
@@ -216,11 +216,11 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether the launch has a job, also after its end, because a second job of the launch may still run."""
+        """Whether the launch has or had a job; after that job's end, a second job of the launch may still run."""
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """End these jobs and all others of their launches.  If the Hub cannot say now whose a job is, end it later."""
+        """End all jobs of these launches.  If the Hub does not tell now which run a job belongs to, end it later."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
@@ -263,7 +263,7 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:
-    """Return the last lines; [] if the Hub has them no more; raise if it may give them later."""
+    """Return the last lines; [] if the Hub no longer has them.  Raise if the Hub may return them later."""
     try:
         return list(hub.lines(job_id, tail=END_LINES))
     except Exception as error:
@@ -297,7 +297,7 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
 
 
 def _timed_out(job: HubJob) -> str:
-    """Return the reason if the platform's time limit ended the job, else "".  It says so if that was too early."""
+    """Return the reason if the platform's time limit ended the job, else "".  The reason notes an early limit."""
     if "timeout" not in job.message.lower():
         return ""
     cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
@@ -315,7 +315,7 @@ def _split_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _status_or_error(handle: Handle, answer: object) -> Status | ExecutorError:
-    """Return a status, or the error of the request for it.   answer: one of both, or a list without the launch."""
+    """Return a status, or the error of its request.   answer: a status, an error, or a list that lacks the launch."""
     if isinstance(answer, Status):
         return answer
     if isinstance(answer, Exception):

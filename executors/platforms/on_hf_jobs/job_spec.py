@@ -1,6 +1,6 @@
 """Converts a spec into the arguments of a Hugging Face job.
 
-    spec ─▶ checked  its flavor; or the fault: unknown hardware (with a list), a run on this machine, no secret
+    spec ─▶ checked  its flavor; or a fault: unknown hardware (with a list), a run on this machine, a missing secret
          ─▶ job      image    one with uv and the Python of this machine
                      command  uv run --with-requirements /code/{digest}/requirements.txt python -m …container …
                               with vLLM: before it, the same uv run, which imports vLLM as a check
@@ -58,7 +58,7 @@ class Recipe:
     _lock: Any = field(default_factory=threading.Lock)
 
     def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
-        """Return (flavor of the spec, reason why it cannot start or "").  Raise ExecutorError for a fault of all."""
+        """Return (flavor, reason why the spec cannot start, or "").  Raise ExecutorError for a fault of all specs."""
         self._secret_values(spec)
         scheme, colon, _ = spec.run.partition("://")
         if not colon or scheme in HERE_ONLY:
@@ -77,7 +77,7 @@ class Recipe:
         return self.checked(spec)[0]
 
     def job(self, spec: ReplicaSpec, flavor: str, module: str = CONTAINER, *more: str) -> dict[str, Any]:
-        """Return the arguments of run_job.   module: is run with the spec, the executor's name and `more`."""
+        """Return the arguments of run_job.   module: the job runs it with the spec, the executor's name and `more`."""
         more = (*more, f"{CLIENT}:until_here") if spec.lease_s else more
         request = json.dumps(replace(spec, timeout_s=self._lifetime_s(spec)).to_dict())
         vllm = self.vllm and module == CONTAINER  # a supervisor needs the Jobs client, not vLLM's versions
@@ -93,7 +93,7 @@ class Recipe:
         }
 
     def limit(self, spec: ReplicaSpec) -> int:
-        """Return the platform's time limit in seconds; the replica leaves by itself before it is over."""
+        """Return the platform's time limit in seconds; the replica ends by itself before that limit."""
         return int(self._lifetime_s(spec)) + START_S
 
     def _lifetime_s(self, spec: ReplicaSpec) -> float:

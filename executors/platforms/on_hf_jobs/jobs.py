@@ -1,8 +1,8 @@
-"""The jobs of each run, as the Hub listed them last: which job of a launch counts, and which jobs must be ended.
+"""Keeps the Hub's last list of each run's jobs: decides which job of a launch counts, and which jobs must be ended.
 
     list_live(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
     end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not answer
-    given_up      launches that got no answer: if such a launch has started a job, it is ended
+    given_up      launches that got no answer; if such a launch did start a job, the next poll ends that job
 
 Not promised: that a job which was just started is listed.
 """
@@ -15,8 +15,8 @@ from executors.platforms.executor import Launch
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 from rendezvous.clock import Clock
 
-ANSWER_S = 10.0  # limit for a poll's requests; a status without an answer by then is stale
-LISTED_S = 5.0  # age of a list that a process counts as alive by; polls make a new one in every tick
+ANSWER_S = 10.0  # time limit of a poll's requests; a status without an answer by then is stale
+LISTED_S = 5.0  # most age of a list that shows which jobs are alive; every poll makes a new list
 
 
 class JobLists:
@@ -73,14 +73,14 @@ class JobLists:
         return {**first, **{(run, j.slot, j.attempt): text.format(j.given_s, j.limit_s) for j in short}}
 
     def is_of_run(self, run: str, job_id: str) -> bool:
-        """Whether the job is the run's, by its label at the Hub (a log could name any job)."""
+        """Whether the job belongs to the run, by its label at the Hub (a forged log could name any job)."""
         return any(job.id == job_id for job in self.alive(run)) or self._hub.job(run, job_id) is not None
 
     def end(self, ids: Iterable[str], within_s: float = ENOUGH_S) -> None:
         at_once([lambda job=job: self._cancel(job) for job in dict.fromkeys(ids)], within_s)
 
     def end_later(self, ids: Iterable[str]) -> None:
-        """Note jobs to end at the next poll, if the Hub then lists them under a polled run."""
+        """Mark jobs to be ended at the next poll, if the Hub then lists them under a polled run."""
         self._unwanted.update(ids)
 
     def _cancel(self, job_id: str) -> None:
@@ -92,14 +92,14 @@ class JobLists:
             print(f"warning: {error}; asking again", file=sys.stderr, flush=True)
 
     def end_unwanted(self, jobs: Iterable[tuple[str, HubJob]]) -> None:
-        """End the jobs noted by `end_later`, jobs of launches that were given up, and duplicates."""
+        """End the jobs that `end_later` marked, jobs of abandoned launches, and duplicates."""
         alive = [(run, job) for run, job in jobs if not job.ended]
         ids = [j.id for run, j in alive if j.id in self._unwanted or (run, j.slot, j.attempt) in self.given_up]
         self.end([*ids, *(j.id for _, j in second_jobs(alive))], ANSWER_S)
 
 
 def job_that_counts(jobs: Iterable[HubJob]) -> HubJob | None:
-    """Return the job that counts for a launch: the oldest live one, else the oldest not cancelled, else the oldest."""
+    """Return the job that counts for a launch: the oldest live job, else the oldest not cancelled, else the oldest."""
     rank = lambda job: (job.ended, job.stage == "CANCELED", *job.age)  # noqa: E731
     return min(jobs, key=rank, default=None)
 

@@ -1,9 +1,9 @@
-"""The cores and the GPU of this machine that each slot may use.
+"""Chooses the cores and the GPU of this machine that each slot may use.
 
     cores = 2    r00 ─▶ 0, 1    r01 ─▶ 2, 3    …  after the last core, from core 0 again
     gpus = 0, 1  r00 ─▶ 0       r01 ─▶ 1       r02 ─▶ 0         devices = 2: r00 ─▶ 0, 1     a00 ─▶ 1
 
-Not promised: that no other process uses them.
+Not promised: that no other process uses these cores and GPUs.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from rendezvous import layout
 
-ANY = "any"  # any GPU
+ANY = "any"  # --gpu any: no particular GPU
 MOST_DEVICES = 64
 
 
@@ -26,7 +26,7 @@ def check_cores(cores: int) -> None:
 
 
 def cores_of(slot: str, cores: int) -> list[int]:
-    """Return the cores of a replica; []: all of them.   cores: number for each replica (0: all)."""
+    """Return the numbers of the cores for a slot; []: all cores.   cores: cores per replica (0: all)."""
     if not cores:
         return []
     there = sorted(os.sched_getaffinity(0))
@@ -43,9 +43,9 @@ def check_devices(devices: int) -> None:
 
 
 def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None, devices: int = 1) -> str:
-    """Return the CUDA devices of a replica, or the one of an actor; "" if the spec asks for no GPU.
+    """Return the CUDA devices of a replica, or the one device of an actor; "" if the spec asks for no GPU.
 
-    gpus: device numbers; None: all visible.   devices: of a replica."""
+    gpus: device numbers to choose from; None: all visible ones.   devices: GPUs per replica."""
     if not spec.gpu:
         return ""
     if layout.is_actor(spec.slot):
@@ -70,7 +70,7 @@ def visible_gpus() -> list[str]:
 
 
 def _place_in_line(slot: str) -> int:
-    """Return the slot's index; below 0 for an actor's, which takes the last GPU first; 0 for any other name."""
+    """Return the slot's index.  An actor's index is negative, so it takes the last GPU first; other names get 0."""
     if layout.is_actor(slot):
         return -1 - int(slot[1:])
     return layout.slot_index(slot) if layout.is_slot(slot) else 0

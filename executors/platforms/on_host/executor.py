@@ -6,12 +6,12 @@
     their files: {run folder}/processes/{slot}.{attempt}.log .json .exit .result
                  (in the user's own ~/.local/state/diloco when the run is not a folder of this machine)
 
-The files, the claims in the bucket and the processes' start times are enough for another process to `find` them.
+From the files, the claims in the bucket and the start times, another process can `find` the replicas' processes.
 Another user may have written these data, or copied them with the run.  So signals go only to our own children, and
 to processes that are marked as working for this run (diloco/process/processes.py).
 A process first writes its process file (.json), and there is one such file per (slot, attempt).  So one process runs
 the launch, even if several launchers start it or a launcher dies.
-The end of their launcher neither kills nor stops replicas; `diloco.replica.replica --parent` lets them notice it.
+Replicas survive the end of their launcher; with `diloco.replica.replica --parent` they notice it and can leave.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (then it is LOST).
 """
@@ -60,7 +60,7 @@ THREADS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
 )  # fmt: skip
 ONE_THREAD = dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"}
-# Without it torch.cuda.is_available() in the server makes CUDA unusable after a fork.
+# Without this variable, torch.cuda.is_available() in the fork server would make CUDA unusable in its children.
 FORK_ENV = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do not survive a fork
 REAP_S = 5.0  # longest time from a process's end until its parent has written its exit code
@@ -72,7 +72,7 @@ class LocalProcessExecutor(Executor):
     folder: where logs go (default: below the run's folder).   method: "fork" or "spawn" (default: "fork" if it works).
     env: for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
     cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
-    devices: how many processes train a replica's model together; with a `gpu`, each has one.
+    devices: how many processes train a replica's model together; with `gpu`, each process gets one GPU.
     """
 
     name = "local"
@@ -108,7 +108,7 @@ class LocalProcessExecutor(Executor):
         self._children = set[tuple[int, int]]()  # pid and start of all processes that we started
         self._kills = oom.Kills()
         self._starved = dict[Handle, str]()
-        self._dead: dict[Handle, float] = {}  # when it was found dead, without an exit code so far
+        self._dead: dict[Handle, float] = {}  # when a poll first found the process dead, still without an exit code
 
     # ------------------------------------------------------------------ starting
 
@@ -129,7 +129,7 @@ class LocalProcessExecutor(Executor):
         return replace(super().new_handle(spec), host=machine_name(), files=str(self._file_stem(spec)))
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
-        """Start the processes.  A launch that has a process file is not started again, even if its launcher is gone."""
+        """Start the processes.  Do not start a launch that has a process file already, even if its launcher is gone."""
         found: dict[int, Handle | OSError] = {}
         requests: dict[int, dict[str, Any]] = {}
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU raises before any start
@@ -168,7 +168,7 @@ class LocalProcessExecutor(Executor):
         return {**spec.to_dict(), **more, "handle": handle.to_dict()}
 
     def _share_of(self, spec: ReplicaSpec) -> tuple[str, list[int]]:
-        """Return the replica's CUDA device ("": none was asked for) and its cores ([]: all of them)."""
+        """Return the replica's CUDA devices ("" if the spec asks for none) and its cores ([]: all cores)."""
         if not (spec.gpu or self._cores):
             return "", []
         from executors.platforms.on_host.affinity import cores_of, gpu_of
@@ -178,7 +178,7 @@ class LocalProcessExecutor(Executor):
     def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
         if not requests:
             return []
-        if self._server is None or not self._server.alive:  # if a server died, its children still run
+        if self._server is None or not self._server.alive:  # children of a dead server run on
             self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
             self._forked.clear()
         found = self._server.fork(requests)
@@ -211,7 +211,7 @@ class LocalProcessExecutor(Executor):
         return True
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether to look at the process; also after its end, because its exit code may be written a little later."""
+        """Whether a poll looks at the process; True shortly after its end, too: its exit code may still be missing."""
         return self.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
@@ -231,7 +231,7 @@ class LocalProcessExecutor(Executor):
             return Status(handle, State.SUCCEEDED, reason, code)
         if handle in self._cancelled:
             return Status(handle, State.CANCELLED, reason, code)
-        if handle not in self._starved:  # repeated calls agree
+        if handle not in self._starved:  # computed once, so that repeated calls agree
             self._starved[handle] = self._kills.explain(code)
         if starved := self._starved[handle]:  # the kernel killed the process for its memory
             return Status(handle, State.FAILED, starved, code)
@@ -251,7 +251,7 @@ class LocalProcessExecutor(Executor):
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
-        if code is None and handle.files:  # dead: its parent reaps it, and then writes the code
+        if code is None and handle.files:  # dead: its parent reaps it first, then writes the code
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True
@@ -270,7 +270,7 @@ class LocalProcessExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether its process may still run.  A process with the mark of another run is not its process."""
+        """Whether the handle's process may still run.  A process that is marked for another run is not the handle's."""
         own = (handle.pid, handle.started) in self._children
         return _is_here(handle) and (own or processes.works_for(handle.pid, handle.run) is not False)
 
@@ -288,7 +288,7 @@ class LocalProcessExecutor(Executor):
         on_file = [c for c in cards if c is not None and c.host == machine_name()]
         claimed = [h for claim in newest_claims(open_signed(run)) if (h := claimed_process(run, claim)) is not None]
         alive = {h: self.may_run(h) for h in (*claimed, *on_file)}
-        return sorted(alive, key=lambda h: (alive[h], h.attempt))  # of a process's two handles, `on_file`'s is last
+        return sorted(alive, key=lambda h: (alive[h], h.attempt))  # the handle from the file comes last
 
     def close(self) -> None:
         super().close()
@@ -355,7 +355,7 @@ def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSErro
     """Return the process in the process file: the one just started, unless another launcher was faster."""
     stem, mine = request["files"], Handle.from_dict(request["handle"])
     if isinstance(pid, OSError):
-        return _read_card(stem, mine) or pid  # it may have started although the answer was lost
+        return _read_card(stem, mine) or pid  # the process may run although the answer was lost
     mine = replace(mine, pid=pid[0], started=pid[1])
     try:
         child.create_process_file(stem, mine.to_dict())

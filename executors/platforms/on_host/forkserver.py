@@ -7,14 +7,14 @@
     {"entrypoint": …}  ─▶        ◀─ {"forked": pid, "started": ticks}          one answer per request, in order
                                  ◀─ {"exited": pid, "started": ticks, "code": -9}
 
-It is not multiprocessing's fork server, which waits for its children when the parent exits, holds the parent's stdout
+We do not use multiprocessing's fork server: it waits for its children when the parent exits, holds the parent's stdout
 open, and imports the parent's main module again.  This server has its own session and runs until its parent and its
 last child have ended, so that every exit code is written.
 
-It does not serve requests that are unread when the parent dies: the next launcher starts the missing processes.
+When the parent dies, this server drops unread requests: the next launcher starts the missing processes.
 
-Not promised: a fork of a module that needs threads or a device in the server.  The server must never start
-a thread, and its imports may open no device: neither survives a fork.
+Not promised: support for modules that start a thread or open a device when they are imported: neither survives a fork,
+so the server must do neither.
 """
 
 import gc
@@ -48,7 +48,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[tuple[int, int], int] = {}  # by pid and start, since a later process may have the same pid
         self._kills = oom.Kills()
-        self._death = ""  # why the server died; computed once, as each counted kill explains one process
+        self._death = ""  # why the server died; computed once, since each kill explains one process
         with launches_wait("the fork server's log"):
             self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
@@ -69,7 +69,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def fork(self, requests: Sequence[Mapping[str, Any]], timeout_s: float = 300.0) -> list[tuple[int, int] | OSError]:
-        """Fork; return pid and start time of a process for each request, in order, or an error if it has none."""
+        """Fork a process per request; return (pid, start time) for each request, in order, or the error."""
         found: list[tuple[int, int] | OSError] = []
         try:
             for request in requests:
@@ -86,7 +86,7 @@ class ForkServer:
         return found
 
     def listen(self) -> None:
-        """Read the exit codes that have arrived; never blocks."""
+        """Read the exit codes that have arrived, without waiting."""
         with suppress(OSError):
             self._read_messages(wait_s=0.0)
 
@@ -127,7 +127,7 @@ class ForkServer:
 
 
 class _Server:
-    """The server's side, single-threaded: one socket, and one pipe that SIGCHLD writes to."""
+    """The server's side.  One thread reads one socket, and one pipe into which SIGCHLD's handler writes."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -205,7 +205,7 @@ class _Server:
                 continue
             files, started = self._children.pop(pid)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # processes that the child started: they are in the child's own group
+                os.killpg(pid, signal.SIGKILL)  # also ends processes that the child started: they share its group
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with suppress(OSError):  # the folder is gone, or the disk is full: the parent still gets the answer below
                 entrypoint.write_end(files, pid, started, code)

@@ -4,19 +4,19 @@
     ├── replica-{key}   one function per kind of container (GPUs, time limit, secrets); its body is `replica`
     └── supervise       a small one without GPU: the supervisor of a detached run
 
-    dict of the same name: the     launch/r00.1  the only call that may run it: put once, by its launcher or by its
-    register                                     container, whichever is first; every other call ends at once
+    dict of the same name: the     launch/r00.1  the only call that may run this launch: written once, by the launcher
+    register                                     or the call's container; every other call ends at once
                                    duplicate/r00.1/… a duplicate call, and when its container began
                                    newest/r00    the highest attempt
-                                   start/r00.1/n, left/r00.1/n   its n-th container began; was asked to leave
+                                   start/r00.1/n, left/r00.1/n   the n-th container began; Modal interrupted it
                                    asked/r00.1   an executor asked to cancel it
                                    until         Unix time at which the launcher's lease ends (short_form.py)
                                    kinds         the functions that were deployed
                                    fingerprint   of the image and the source that they were deployed with
                                    objects       ids in the deployed functions: secret/NAME, volume/NAME ─▶ id
 
-So a launch runs once, even if it was repeated, if its reply was lost, or if its launcher died after it.  The count of
-starts ends a launch whose containers die repeatedly; Modal would restart them for ever.
+So a launch runs once, even if it is repeated, if its reply is lost, or if its launcher dies.  The register counts
+starts to end a launch whose containers die repeatedly, because Modal would restart them for ever.
 
 Not promised: that a duplicate call costs nothing; its container starts, reads one key and ends.
 """
@@ -40,7 +40,7 @@ PREFIX = "diloco-"
 SUPERVISE = "supervise"
 NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
 CUT_OFF = "executors.supervision.hosted:is_cut_off"
-CRASHES = 3  # containers of one launch that may die without a report
+CRASHES = 3  # after so many containers that died without a report, a launch has failed
 
 
 def app_name(run: str) -> str:
@@ -56,7 +56,7 @@ def handle_of(run: str, slot: str, attempt: int, entry: Mapping[str, Any]) -> Ha
 
 @dataclass(frozen=True)
 class Note(Plain):
-    """The argument of a call besides its spec: data with which its container registers the call."""
+    """A call's second argument, beside its spec: the data with which the container registers the call."""
 
     register: str
     launched_at: float
@@ -75,7 +75,7 @@ class Register:
         return cls(sdk().Dict.from_name(name, create_if_missing=create))
 
     def claim(self, spec: ReplicaSpec, call: str, note: Note) -> dict[str, Any]:
-        """Claim this launch; return the entry of the call that runs it: ours, unless another call was first."""
+        """Claim this launch for a call; return the entry of the call that runs it: this one, or an earlier call."""
         entry = {"call": call, "launched_at": note.launched_at, "usd_per_hour": note.usd_per_hour}
         if self._entries.put(f"launch/{spec.slot}.{spec.attempt}", entry, skip_if_exists=True):
             return entry
@@ -95,7 +95,7 @@ class Register:
         return launched, newest
 
     def note_duplicate(self, spec: ReplicaSpec, call: str, note: Note) -> None:
-        """Note that a container of a duplicate call was started, and is billed."""
+        """Record that a container of a duplicate call was started, and is billed."""
         entry = {"call": call, "launched_at": time.time(), "usd_per_hour": note.usd_per_hour}
         self._entries[f"duplicate/{spec.slot}.{spec.attempt}/{call}"] = entry
 
@@ -122,9 +122,9 @@ class Register:
         return self._entries.contains(f"start/{slot}.{attempt}/1")
 
     def begin(self, spec: ReplicaSpec, mark: str) -> int:
-        """Note that a container of this launch begins; return its number, from 1.
+        """Record that a container of this launch begins; return its number, from 1.
 
-        mark: unique to this container, so that it recognises its own note if the answer was lost.
+        mark: unique to this container, so that it recognises its own record if the answer was lost.
         """
         entry = f"{time.time():.3f} {mark}"
         n = 1
@@ -138,7 +138,7 @@ class Register:
         self._entries[f"left/{spec.slot}.{spec.attempt}/{n}"] = time.time()
 
     def crashes(self, spec: ReplicaSpec, n: int) -> int:
-        """Return the number of containers before the n-th that ended without a report."""
+        """Return how many containers before the n-th died: they ended, and Modal had not interrupted them."""
         return sum(not self._entries.contains(f"left/{spec.slot}.{spec.attempt}/{i}") for i in range(1, n))
 
     def ask(self, slot: str, attempt: int) -> None:
@@ -162,7 +162,7 @@ class Register:
         return self._entries.get("fingerprint", "")
 
     def objects(self) -> dict[str, str]:
-        """Return name -> id of objects in the deployed functions; an object made again since has another id."""
+        """Return name -> id of the objects in the deployed functions.  An object that was recreated has another id."""
         return self._entries.get("objects", {})
 
     def deployed(self, kinds: list[Kind], fingerprint: str, objects: Mapping[str, str]) -> None:
@@ -174,9 +174,9 @@ class Register:
 
 
 def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one replica and return its end as data; the body of every function.
+    """Run one replica and return its end as data.  This is the body of every deployed function.
 
-    Only interruptions are raised: Modal starts a preempted input again, and ends a cancelled one.
+    It raises only interruptions: Modal then starts a preempted input again, and ends a cancelled input.
     """
     spec = ReplicaSpec.from_dict(raw)
     note = Note.from_dict(raw_note)
@@ -208,12 +208,12 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
 def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
     """Run a run's supervisor like a replica; at its time limit, start the next one.
 
-    Raise if none could be started, or if the supervisor was cut off: then Modal makes this call again.  The register
-    counts how often.
+    Raise if no next supervisor could be started, or if this one was cut off: Modal then repeats the call.  The register
+    counts the repetitions.
     """
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:
-        if not load_name(NEXT_SUPERVISOR)(NAME, {}, raw):  # there are about three minutes left for that
+        if not load_name(NEXT_SUPERVISOR)(NAME, {}, raw):  # about three minutes are left for this
             raise RuntimeError("the next supervisor could not be started; Modal starts this one again")
     elif load_name(CUT_OFF)(raw["run"], end["exit_code"]):
         raise RuntimeError(f"the supervisor was cut off ({end['reason']}); Modal starts it again")

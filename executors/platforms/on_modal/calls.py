@@ -1,4 +1,4 @@
-"""The status and the log of one call on Modal, and the duplicate calls of a launch.
+"""Reads the status and the log of a call on Modal, and finds duplicate calls of a launch.
 
     get(timeout=0) ─┬─ a value: the replica's end        ─▶ SUCCEEDED, FAILED, LOST (a signal)
                     ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
@@ -12,7 +12,7 @@ If a launch's reply was lost, the client or another launcher calls again:
 
     register: launch/r00.1 ─▶ the only call that runs it
               duplicate/r00.1/CALL ◀── a container that finds another call there writes this entry and ends
-    Function.get_current_stats ─▶ inputs that wait or run ─ calls that we know ─▶ number of unregistered calls
+    Function.get_current_stats ─▶ (inputs that wait or run) minus (registered calls) = number of unregistered calls
 
 Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
 ended with its app, but its id is unknown.  It costs nothing until its container starts, reads one key and ends.
@@ -33,12 +33,12 @@ from executors.platforms.on_modal.app import SUPERVISE, Register, app_name, hand
 from executors.platforms.on_modal.client import no_answer, sdk
 from rendezvous.clock import Clock
 
-OVERLAP = timedelta(seconds=30)  # fetched again each time: a line may appear after a line with a later time
+OVERLAP = timedelta(seconds=30)  # part of the log that is fetched again: lines may appear late and out of order
 FOLLOW_S = 1.0
 MOST_S = 15.0
 TRIES = 3
 MOST_ENTRIES = 20_000
-LOOK_S = 10.0  # between two looks at the register
+LOOK_S = 10.0  # seconds between two looks at the register
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
@@ -72,7 +72,7 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
 
 
 def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
-    """Return the status for an end from container.py.  After a signal from another process it is LOST."""
+    """Return the status for an end that container.py reported.  An end by another process's signal is LOST."""
     code = end["exit_code"]
     lost = code is None or oom.from_outside(code, end["reason"])
     state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
@@ -85,7 +85,7 @@ def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
 def log_entries(
     handle: Handle, clock: Clock, since: datetime | None = None, tail: int | None = None, tries: int = TRIES
 ) -> list[Any]:
-    """Return Modal's log entries from `since` on, or enough for the last lines.  Raise Unavailable at no answer."""
+    """Return Modal's log entries from `since` on, or enough for `tail` lines.  Raise Unavailable without an answer."""
     for attempt in range(1, tries + 1):
         try:
             logs = sdk().FunctionCall.from_id(handle.native).logs
@@ -159,7 +159,7 @@ class Duplicates:
         self._said: set[str] = set()
 
     def new(self, run: str, register: Register) -> list[Handle]:
-        """Return the duplicate calls that were noted since the last look; each only once, because it ends at once."""
+        """Return the duplicate calls recorded since the last look.  Each is returned once, because it ends at once."""
         now = self._clock.now()
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []

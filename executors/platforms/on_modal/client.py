@@ -23,7 +23,7 @@ from rendezvous.clock import Clock
 
 TAIL = 12
 LIST_S = 60.0
-PATIENCE_S = 10.0  # time of retries for a service that does not answer; its own client tries for about a second
+PATIENCE_S = 10.0  # seconds of retries while Modal does not answer; Modal's client itself retries for about a second
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 4.0
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def no_answer(error: BaseException) -> bool:
     e = sdk().exception
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
-        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # these: the call or our files
+        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # of the call itself
     kinds = (*service, e.ClientClosed, e.PermissionDeniedError)
     return isinstance(error, kinds) or type(error).__module__.startswith("grpclib")
 
@@ -157,7 +157,7 @@ def how_to_create(secret: str, run: str) -> str:
 
 def _why_build_failed(error: Any) -> list[str]:
     lines = list[str]()
-    with suppress(Exception):  # the error is raised also without the logs
+    with suppress(Exception):  # the logs are optional: the error is raised anyway
         entries = sdk().Image.from_id(error.image_id).logs.tail(TAIL)
         lines += "".join([str(entry.message) for entry in entries]).splitlines()
     last = [f"    {line}" for line in lines[-TAIL:]] or [f"    {error}"]

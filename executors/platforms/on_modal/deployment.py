@@ -1,9 +1,9 @@
 """The apps of runs on Modal: one per run, deployed only if it lacks something that a launch needs.
 
     specs ──▶ kinds of containers ─┬─ the register says that they were deployed from the same code ─▶ functions
-                                   └─ else ─▶ image, secrets, volumes ─▶ deploy, with the kinds that were there before
+                                   └─ else ─▶ image, secrets, volumes ─▶ deploy, with the kinds deployed before
 
-A deploy while calls run is a risk, so there is no unnecessary deploy.  Code inside a container deploys nothing.
+A deploy while calls run is a risk, so a launch deploys only if it must.  Code inside a container deploys nothing.
 
 Not promised: that running containers see a secret that is changed after a deploy.
 """
@@ -27,7 +27,7 @@ AGAIN = 9  # times that Modal calls a supervisor's function again after it has r
 
 
 class Deployments:
-    """The apps of one executor.   default: values for specs that leave them open.   image, pip: see image.py.
+    """The apps of one executor.   default: values that a spec leaves open.   image, pip: as in `image_of` (image.py).
 
     vllm: replicas generate with vLLM, so their image has other versions than the supervisor's."""
 
@@ -52,7 +52,7 @@ class Deployments:
         )
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        """Note later launches, so that the next deploy also has their kinds."""
+        """Remember specs of later launches, so that the next deploy includes their kinds of containers."""
         for spec in specs:
             self._expected.setdefault(spec.run, set()).add(self.kind_of(spec))
 
@@ -61,7 +61,7 @@ class Deployments:
     ) -> dict[tuple[str, int], dict[str, Any]]:
         """Deploy the missing functions for these specs; return the launches so far.
 
-        function: the function that runs `specs`, if it is a supervisor's.   like: specs that it will launch.
+        function: the supervisor's function if `specs` are a supervisor; else "".   like: specs that it will launch.
         """
         with translated_errors():
             return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
@@ -161,7 +161,7 @@ class Deployments:
         return entry
 
     def doubt(self, run: str) -> None:
-        """Make the next launch check again whether the app exists."""
+        """Forget that the app was seen, so that the next launch checks whether it exists."""
         self._deployed.pop(run, None)
 
     def forget(self, run: str) -> None:

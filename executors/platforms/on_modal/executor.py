@@ -32,7 +32,7 @@ from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
 AT_ONCE = 32
-ANSWER_S = 20.0  # limit for a poll's requests; a status without an answer by then is stale
+ANSWER_S = 20.0  # time limit of a poll's requests; a status without an answer by then is stale
 SUPERVISOR_CRASHES = 10
 MEMORY_MIB = 16 * 1024  # a container's default limit, for a model of unknown size
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class ModalExecutor(Executor):
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
         without_fault = any(not self.fault_of(s) for s in specs)
-        if without_fault and not modal_client.inside_container():  # without an account no price holds
+        if without_fault and not modal_client.inside_container():  # no price without an account
             modal_client.check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
@@ -137,7 +137,7 @@ class ModalExecutor(Executor):
         self._apps.expect(specs)
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """Start a small function.  Outside a container, first deploy the functions for the supervisor's launches."""
+        """Start the supervisor's small function.  Outside a container, first deploy the replicas' functions, too."""
         spec = replace(spec, secrets=(), timeout_s=spec.timeout_s or DAY_S)
         if why := self.fault_of(spec):
             raise ExecutorError(why)
@@ -193,7 +193,7 @@ class ModalExecutor(Executor):
         return modal_calls.Follower(handle, self._clock).follow(ended, tail)
 
     def make_result(self, status: Status) -> Result:
-        """Return the result; the last lines are those in the container's end, if it reported one."""
+        """Return the result, with the last lines from the container's end if the container reported one."""
         tail = tuple(self._ends.get(status.handle.native, {}).get("tail", ()))
         if tail:
             return Result(status.handle, status.state, status.reason, status.exit_code, tail=tail)
@@ -215,7 +215,7 @@ class ModalExecutor(Executor):
         return sorted(handles, key=lambda handle: handle.attempt)
 
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        """Find duplicate calls of a launch whose containers were started."""
+        """Return duplicate calls whose containers were started."""
         try:
             new = self._duplicates.new(run, self._apps.register_of(run))
         except sdk().exception.NotFoundError:  # nothing was launched, or the run was purged

@@ -1,10 +1,10 @@
-"""The image of Modal's containers: Debian, this Python version, and the packages and versions installed here.
+"""Builds the image of Modal's containers: Debian, this Python version, and the package versions of this machine.
 
     requirements of serverless-diloco[train,diloco,replay,serverless] ──closure──▶ torch==2.13.0, trl==1.16.0, …
     vllm: the versions of constraints-vllm.txt instead, and an import of vLLM as the last line of the build
     diloco · executors · inner · rendezvous ──▶ mounted when a container starts: no new build when they change
 
-Not promised: the same wheels as here.  If this machine has a CPU-only torch, the image has the CUDA build.
+Not promised: the same wheels as on this machine: if its torch is a CPU build, the image still has the CUDA build.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from executors.platforms.packages.wheel import PACKAGES, PROJECT
 
 EXTRAS = ("train", "diloco", "replay", "serverless")
 THERE_ALREADY = {"modal"}  # Modal adds its client to every image
-COMPILER = ("gcc", "libc6-dev")  # for the codecs' kernels: without them packing takes three times as long
+COMPILER = ("gcc", "libc6-dev")  # compiles the codecs' kernels; without the kernels, packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
 
@@ -69,7 +69,7 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def _foreign_packages(entrypoints: Iterable[str]) -> list[str]:
-    """Return the packages of entry points that are not the project's."""
+    """Return the packages of entry points that do not belong to this project."""
     tops = {name.partition(":")[0].partition(".")[0] for name in entrypoints}
     return sorted(t for t in tops.difference(PACKAGES, sys.stdlib_module_names) if importlib.util.find_spec(t))
 

@@ -2,7 +2,7 @@
 
     usd_per_hour = Σ (price of the GPU × number) + cores × 0.047 + GiB × 0.008          at the hard limits
 
-Modal bills the larger of the reserved and the used amount; without a hard limit the use has no bound.
+Modal bills the larger of the reserved and the used amount.  So we set hard limits; else the price has no bound.
 
 The table has a date.  `modal billing rates` shows the present prices, but under names that Modal does not document,
 so no code can read them.  `ModalExecutor(prices={…})` corrects the table.
@@ -22,7 +22,7 @@ from executors.platforms.base import Plain
 from executors.platforms.on_modal.client import sdk
 
 AS_OF = "2026-06"
-USD_PER_HOUR = {  # of one GPU, without CPU and memory
+USD_PER_HOUR = {  # price of one GPU, without CPU cores and memory
     "T4": 0.59,
     "L4": 0.80,
     "A10": 1.10,
@@ -44,18 +44,18 @@ REGION = 1.75
 DAY_S = 24 * 3600
 STARTUP_S = 1800
 HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # the Volume's name, and its path in a container
-CORES = 2.0  # reserved for each device
-BASE_MIB = 6 * 1024  # Python, torch, CUDA's context, the data
-LOAD_BYTES = 4  # per parameter, while the model is loaded to the device
-HOST_BYTES = 28 + LOAD_BYTES  # θ, μ, Δ, a body and a residual in fp32, and 8 bytes while a snapshot is written
+CORES = 2.0  # CPU cores reserved for each GPU
+BASE_MIB = 6 * 1024  # host memory of Python, torch, CUDA's context and the data
+LOAD_BYTES = 4  # host bytes per parameter, while the model is loaded to the GPU
+HOST_BYTES = 28 + LOAD_BYTES  # per parameter: θ, momentum, Δ, upload and residual in fp32; 8 while writing a snapshot
 
 
 @dataclass(frozen=True)
 class Kind(Plain):
     """One kind of container.   gpu: kinds in order of preference; Modal takes a free one.
 
-    region: "" for any.   cores, memory_mib: reserved, and always billed.
-    max_cores, max_memory_mib: hard limits of the use, which is billed if it is more; 0: the reserved amount.
+    region: "" for any.   cores, memory_mib: reserved amounts, which are always billed.
+    max_cores, max_memory_mib: hard limits.  Use above the reserved amount is billed, too.  0: the reserved amount.
     hub_cache: the Volume that keeps downloads from the Hugging Face Hub; "" for no Volume.
     """
 
@@ -81,7 +81,7 @@ class Kind(Plain):
 
     @property
     def fault(self) -> str:
-        """The reason why Modal cannot give this kind, or ""."""
+        """The reason why Modal cannot provide this kind, or ""."""
         for gpu in self.gpu:
             if why := gpu_fault(gpu):
                 return why
@@ -144,15 +144,15 @@ class Kind(Plain):
 
 
 def memory_limit_mib(parameters: int, trained: int | None = None, devices: int = 1) -> int:
-    """Return a replica's memory limit in MiB, in whole GiB.   parameters: of the model.   trained: of its adapter, if
-    only that is trained.   devices: each has a process, which loads the model."""
+    """Return a replica's memory limit in MiB, rounded up to GiB.   parameters: the model's number of parameters.
+    trained: the adapter's, if only the adapter is trained.   devices: processes, each of which loads the model."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
     others = (devices - 1) * (BASE_MIB + LOAD_BYTES * parameters / 2**20)
     return 1024 * math.ceil((BASE_MIB + held / 2**20 + others) / 1024)
 
 
 def gpu_fault(gpu: str) -> str:
-    """Return the reason why Modal cannot give that GPU, or ""."""
+    """Return the reason why Modal cannot provide that GPU, or ""."""
     kind, count = _split_gpu(gpu)
     if kind not in USD_PER_HOUR:
         return f"Modal has no GPU called {gpu!r}. It has {', '.join(USD_PER_HOUR)}; several of one kind: H100:8"

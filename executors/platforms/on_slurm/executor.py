@@ -1,6 +1,6 @@
 """Replicas as jobs of a Slurm cluster, through submitit.
 
-    launch ──▶ {root}/r00.1/  submit.1   the launcher's turn; made by one process     ──▶ sbatch ──▶ a node:
+    launch ──▶ {root}/r00.1/  submit.1   only the process that made it may submit     ──▶ sbatch ──▶ a node:
                               card.json  the handle: job id                                run_replica(spec)
                               {id}_0_log.out                                          ◀──     its output
                               cancelled  we asked it to leave                                 │
@@ -9,11 +9,11 @@
     SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, with submitit's names
     SlurmExecutor(cluster="local")                                    submitit's local mode: jobs as processes here
 
-Every node must see the folder, and a run that is a folder.  submitit's file for a job is code, so it is in a folder
-where only its owner may write, and never in the run.  A job is cancelled by its id and its name together, because a
-forged log could name the id of another job.  Slurm does not start a job again after a preemption, and submitit not
-after a time-out: the supervisor does.  A secret is an environment variable of the launcher; sbatch passes it to the
-job.
+Every node must see this folder, and the run, if it is a folder.  submitit's file for a job is code, so it lies in a
+folder where only its owner may write, never in the run.  We cancel a job by its id and its name together, because a
+forged log could name the id of another job.  Slurm does not restart a job after a preemption (no_requeue), and submitit
+does not after a time-out: the supervisor starts it again.  A secret is an environment variable of the launcher, which
+sbatch passes to the job.
 
 Not promised: a price (give `usd_per_hour` if your site bills), or how fast Slurm kills after the grace (KillWait).
 """
@@ -43,13 +43,13 @@ from executors.platforms.platform import NotStarted, launches_named, launches_wa
 from rendezvous.clock import Clock
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
-PATIENCE_S = 15.0  # time until a file written on a node is visible here; submitit uses the same
+PATIENCE_S = 15.0  # seconds until a file that a node wrote is visible on this machine; submitit uses the same value
 DAY_S = 24 * 3600.0
-SIGNAL_S = 0  # seconds from Slurm's USR2 to its limit.  A replica leaves earlier by its own clock.  Submitit's 90 s
+SIGNAL_S = 0  # seconds from Slurm's USR2 to its limit.  0: a replica leaves earlier by its own clock.  Submitit's 90 s
 # would make every session 90 s shorter, and would ask a session of one minute to leave at its start
 AT_ONCE = 16
 OWN_LINE = re.compile(r"submitit (INFO|WARNING|ERROR|CRITICAL) \(\d{4}-")
-# sbatch's errors that say nothing about the job: the controller, the connection, munge, a limit on submitted jobs
+# errors of sbatch that do not blame the job: the controller, the connection, munge, a limit on submitted jobs
 NOT_NOW = re.compile(
     r"unable to contact|timed out|communication|zero bytes|temporarily|standby|authentication|MaxSubmitJob", re.I
 )
@@ -69,7 +69,7 @@ WHY_GONE = {
 
 
 class SlurmExecutor(Executor):
-    """The executor for Slurm.   folder: for the jobs' files (default: ~/.diloco/slurm); only you may write there.
+    """The executor for Slurm.   folder: has the jobs' files (default: ~/.diloco/slurm); only you may write there.
 
     sbatch: sbatch's options, with submitit's names.   timeout_s: for specs without a time limit.
     """
@@ -135,7 +135,7 @@ class SlurmExecutor(Executor):
                 while not slurm_job.create_exclusively(mine := folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
-                    turn += mine.exists()  # the launcher of that turn died; a job of it finds no input and ends
+                    turn += mine.exists()  # that turn's launcher died; its job finds no input and ends
             return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             words = str(error)
@@ -201,13 +201,13 @@ class SlurmExecutor(Executor):
         return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
-        """Return the folder of its files.  A handle's `files` is not used: it may be forged."""
+        """Return the folder of the launch's files.  Do not use the handle's `files`: it may be forged."""
         return self._run_folder(one.run) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status each, with one call of squeue, and one of sacct for jobs that squeue has forgotten."""
+        """Return a status per handle, from one call of squeue, and one of sacct for jobs that squeue has forgotten."""
         open_ones = [h for h in handles if slurm_job.written_end(self._folder_of(h)) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
@@ -243,7 +243,7 @@ class SlurmExecutor(Executor):
     def _local_status(self, handle: Handle) -> Status:
         if slurm_job.runs_here(handle, self._folder_of(handle)):
             return Status(handle, State.RUNNING)
-        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:  # written since the look before
+        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:  # written since the previous check
             return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
         state = State.CANCELLED if slurm_job.was_cancelled(self._folder_of(handle)) else State.LOST
         return Status(handle, state, "gone, and it left no result")
@@ -298,7 +298,7 @@ def _check_cluster(cluster: str) -> None:
 
 
 def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
-    """Submit a job; without an answer give the turn back, so that a repeated launch does not wait for it."""
+    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for this one."""
     try:
         return submit()
     except Exception:

@@ -1,12 +1,12 @@
 """One Slurm job: the function that runs on its node, and the job's files.
 
-    r00.1/  submit.1   the launcher's turn; made by one process only
+    r00.1/  submit.1   made by one process, which alone may submit the job
             card.json  the handle
-            cancelled  we asked it to leave
+            cancelled  its launcher asked the job to leave
             until.json  Unix time at which the launcher's lease ends, in the short form
             end.json   its end: {"exit_code", "reason", "value", "tail"}, written on the node
 
-Not promised: end.json for a job whose node failed; Slurm then gives its state.
+Not promised: end.json for a job whose node failed; its state then comes from Slurm.
 """
 
 import os
@@ -34,7 +34,7 @@ LOCAL_JOB = "submitit.local._local"  # the module that submitit's local mode run
 
 
 class Asked(BaseException):
-    """A signal has asked this job to leave."""
+    """Raised by the signal handler: Slurm or a user has asked this job to leave."""
 
 
 def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
-    """Return the status for a written end.   asked: whether we had cancelled the job."""
+    """Return the status for an end in end.json.   asked: whether an executor had cancelled the job."""
     code = end["exit_code"]
     outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
     state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
@@ -90,7 +90,7 @@ def submitted(folder: Path, known: Handle) -> Handle | None:
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:
-    """Whether the handle's process runs here and is submitit's for this folder, by its command line."""
+    """Whether the handle's process runs on this machine, and its command line is submitit's for this folder."""
     words = command_line(handle.pid)
     return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
 

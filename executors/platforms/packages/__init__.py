@@ -1,1 +1,1 @@
-"""The packages for a rented machine: our wheel, and pinned versions of others."""
+"""The packages for a rented machine: this project's wheel, and pinned versions of other packages."""

@@ -5,8 +5,8 @@
     the wheel, with its extras                     ─▶ requirements.txt   -c constraints.txt     ┘
     vllm: the versions of constraints-vllm.txt, and vLLM in addition to the wheel
 
-Equal files give equal bytes and an equal digest.  The files are those that Python imports here, so the present state
-of an editable tree is shipped; this needs no build and no network.
+Equal files give equal bytes and an equal digest.  We pack the files that Python imports here, so an editable tree is
+shipped in its present state; packing needs no build and no network.
 
 Not promised: that another Python or another platform finds the same versions on its package index, or that the index
 gives the same files for them (decision 072).
@@ -34,9 +34,9 @@ EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can store
 
 @dataclass(frozen=True)
 class Shipment:
-    """The files for a rented machine, by name.   digest: of all files.   wheel: name of the wheel.
+    """The files for a rented machine, by name.   digest: the digest of all files.   wheel: the wheel's file name.
 
-    left_out: hidden files and keys in your packages, which are not shipped."""
+    left_out: hidden files and key files in your packages, which are not shipped."""
 
     files: dict[str, bytes]
     digest: str
@@ -45,7 +45,7 @@ class Shipment:
 
 
 def pack_code(mount: str, packages: Sequence[str] = (), *, vllm: bool = False) -> Shipment:
-    """Make the files to put under `mount`/{digest}/.   packages: your own top-level packages to ship, too."""
+    """Return the files that belong under `mount`/{digest}/.   packages: your own top-level packages to ship, too."""
     project = _own_distribution()
     wheel = f"serverless_diloco-{project.version}-py3-none-any.whl"
     code = _build_wheel(project, [*PACKAGES, *packages])
@@ -122,7 +122,7 @@ def _record_file(files: dict[str, bytes], own: str) -> bytes:
 
 
 def _constraints_file() -> bytes:
-    """Return a line per distribution from an index; a local build as "2.13.0+cpu" becomes "2.13.0"."""
+    """Return a line per distribution that came from an index; a local version such as "2.13.0+cpu" becomes "2.13.0"."""
     found: dict[str, str] = {}
     for d in metadata.distributions():
         name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()

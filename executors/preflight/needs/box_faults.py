@@ -1,12 +1,12 @@
-"""Finds what a provider of boxes lacks where replicas will run.
+"""Checks that replicas will have the package and the keys of the provider of boxes (sandboxes for tools and tests).
 
     inner.sampling.boxes = "e2b"     this machine      a package here, its keys in this environment or in a file
-                                     a rented one      a package that its image will have, keys as --secret
+                                     a rented machine  a package that its image will have, keys as --secret
 
-The first mistake is an InnerError that names the provider; what cannot be seen from here is a note.
+The first mistake is an InnerError that names the provider; a fact that cannot be checked from here is a note.
 
-Not promised: that the provider accepts the keys, or has boxes left. A replica finds that at its first box.  A flavor in
-the user's environment file is not seen: `diloco costs` says then that the price is unknown (box_costs.py).
+Not promised: that the provider accepts the keys, or has free boxes: a replica learns that at its first box.  We do not
+see a flavor in the user's environment file: `diloco costs` then reports an unknown price (box_costs.py).
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ from inner.tasks.spec import HARBOR, PRICED
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: variables.   file: below the home folder, instead of these."""
+    """A provider's package and credentials.   keys: environment variables.   file: in the home folder, or instead."""
 
     package: str
     keys: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
 
 
 def notes_about_patience(config: RunConfig) -> list[str]:
-    """Return a note if the verifiers of a run's Harbor tasks may take longer than its rewards may."""
+    """Return a note if the verifiers of a run's Harbor tasks may take longer than inner.rewards.timeout_s."""
     inner, task = config.inner, config.inner.data.task or ""
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
     if not task.startswith(f"{HARBOR}:") or not folder.is_dir() or not inner.rewards.timeout_s:
@@ -75,7 +75,7 @@ def notes_about_patience(config: RunConfig) -> list[str]:
 
 
 def refuse_unpriced(sampling: SamplingSettings, budget: Budget) -> None:
-    """Raise UsageError if a budget of dollars cannot count the boxes."""
+    """Raise UsageError if a budget in dollars cannot include the boxes, because their price is unknown."""
     known = sampling.boxes in PRICED or sampling.box_usd_per_hour is not None
     if budget.max_usd and not known and not budget.allow_unknown_price:
         raise UsageError(

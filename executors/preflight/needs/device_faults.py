@@ -1,12 +1,12 @@
-"""Finds mistakes about several devices for each replica.
+"""Finds mistakes in the number of devices per replica.
 
     unequal_devices    --gpu H100:8 --gpu A100:4: a replica would not know how many processes to start
     idle_devices       --actors modal:2:H100:8, where an actor uses one device
     ranks_fault        --gpu H100:8 or --option devices=2, with a setting that needs one process (rank_faults.py)
 
-Each returns a sentence about a mistake, or "".
+Each function returns a sentence about a mistake, or "".
 
-Not promised: that a machine has memory for so many processes.
+Not promised: that a machine has enough memory for that many processes.
 """
 
 from diloco.replica.rank_faults import rank_fault

@@ -1,11 +1,11 @@
-"""The options of a rented place that follow from the run's settings.
+"""Adds options to a rented place that follow from the run's settings.
 
     [inner.vllm]     vllm: package versions with vLLM
     a task           pip: the package that scores it      a script: its packages
-    Modal            max_memory_mib: as it bills the memory used      cores: for each of several devices
+    Modal            max_memory_mib: a limit, as used memory is billed     cores: more for several devices
                      hub_cache: a Volume that keeps a model of the Hub
 
-An option that the place has already stays.   Not promised: memory for a script's model, whose size is unknown here.
+Options that the place has already stay.   Not promised: memory for the model of a script, whose size is unknown.
 """
 
 from dataclasses import replace

@@ -1,16 +1,16 @@
-"""The packages of replicas on other machines: those that score a run's task, and those that pip does not find.
+"""Finds the packages that replicas on other machines need to score a run's task, and packages that pip cannot find.
 
     inner.data.task, eval.task ── no rewards of the user's own ──▶ reasoning-gym==0.1.25, the taskset's own package
                                                                         └──▶ `pip` of each place that is elsewhere
 
-They have the versions installed here, which also make the rows.
+The packages get the versions installed on this machine, because it makes the task's rows with them.
 
     all of a place's `pip` ─▶ `pip index versions NAME`, by the pip of this machine, with its settings
-                                ├ no such package, or no version that fits ─▶ a line of the quote, as an image may
-                                │                                             use another index
-                                └ no answer, or no pip                     ─▶ nothing is said
+                                ├ no such package, or no version that fits ─▶ a line of the quote, not an error: an
+                                │                                             image may use another index
+                                └ no answer, or no pip                     ─▶ no line
 
-Not promised: the packages that an image of the user adds; that an image can be built, as its platform may lack a wheel.
+Not promised: a view of the packages in the user's own image; that an image builds: its platform may lack a wheel.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from executors.platforms.places import Place
 from inner.tasks.spec import MODULES
 
 BUILT_IN = "verifiers.v1.tasksets"
-BOX_PACKAGES = ("e2b", "modal")  # providers of boxes whose package has their name
+BOX_PACKAGES = ("e2b", "modal")  # providers of boxes whose Python package has the provider's name
 ANSWER_S = 20.0
 Versions = Callable[[str], Sequence[str] | None]  # package -> its versions, newest first; None: no answer
 
@@ -51,7 +51,7 @@ def task_requirements(config: RunConfig) -> list[str]:
 
 
 def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
-    """Return {"pip": the place's packages and the missing ones}, or {}.  The user's spelling of a package stays."""
+    """Return {"pip": the place's packages plus the missing ones}, or {}; keep packages as the user spelled them."""
     named = named_packages(place)
     missing = [text for text in needed if not any(_name_of(text) == _name_of(other) for other in named)]
     return {"pip": [*named, *missing]} if missing and "code" not in place.options else {}
@@ -85,7 +85,7 @@ def named_packages(place: Place, option: str = "pip") -> list[str]:
 
 
 def _left_here(task: str, place: Place) -> str:
-    """Return the taskset's module if it is on no index and no option of the place adds it, else ""."""
+    """Return the taskset's module if no package index has it and no option of the place adds it, else ""."""
     module = _taskset_module(task)
     if not module or any(key in place.options for key in ("image", "code")):
         return ""
@@ -115,7 +115,7 @@ def _distributions_of(module: str) -> list[str]:
 
 
 def _is_local(name: str) -> bool:
-    """Whether it is installed from a folder or a URL, so that no index has it, or is not installed at all."""
+    """Whether a package is not installed, or is installed from a folder or URL, so that no index has it."""
     try:
         return metadata.distribution(name).read_text("direct_url.json") is not None
     except metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _is_local(name: str) -> bool:
 
 
 def is_installed(requirement: str) -> bool:
-    """Whether this machine has the requirement's package.  A text that is no requirement, such as a URL, is unknown."""
+    """Whether this machine has the requirement's package.  A text that is not a requirement, as a URL, is unknown."""
     try:
         metadata.distribution(Requirement(requirement).name)
     except (InvalidRequirement, metadata.PackageNotFoundError):
@@ -154,7 +154,7 @@ def pip_versions(name: str) -> Sequence[str] | None:
 
 
 def unknown_packages(places: Iterable[Place], versions_of: Versions) -> list[str]:
-    """Return a line for each package that a rented machine would install and the index does not have."""
+    """Return a line for each package that a rented machine would install but that the index does not have."""
     texts = sorted({text for place in places if place.executor in FAR for text in named_packages(place)})
     with ThreadPoolExecutor(max_workers=8) as threads:
         return [line for line in threads.map(lambda text: _fault_of(text, versions_of), texts) if line]

@@ -1,10 +1,10 @@
-"""Finds mistakes of [inner.vllm] in the chosen places, and makes notes on unchecked facts.
+"""Finds places that cannot run [inner.vllm], and makes notes on unchecked facts.
 
     vllm_missing    vLLM is not installed, a place has no GPU, or --pip names a package that excludes vLLM
 
-Each returns a sentence, or "" if nothing speaks against it.
+A function that finds faults returns a sentence, or "" if it finds none.
 
-Not promised: that a GPU there is large enough.
+Not promised: that the GPU is large enough.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ def notes_about_vllm(place: Place) -> Iterator[str]:
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:
-    """Return a fault if vLLM would be missing.  A platform's environment is made with vLLM, in its build for GPUs;
-    this machine's is not changed."""
+    """Return a fault if vLLM would be missing.  We install vLLM's GPU build in a platform's environment, but we do not
+    change the environment of this machine."""
     if config.inner.vllm is None:
         return ""
     if place.executor not in FAR:

@@ -1,1 +1,1 @@
-"""The costs of a run: its limit for a supervisor (limit.py), and its bills (bills.py)."""
+"""The costs of a run: how a supervisor keeps the limit (limit.py), and the bills of launches (bills.py)."""

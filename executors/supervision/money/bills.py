@@ -1,14 +1,14 @@
-"""The bills of a run, from its log.
+"""Computes the bills of a run from its log.
 
     launched ──(pending … running)──▶ lost, ended        seconds × usd_per_hour = one bill ─▶ Costs (costs.py)
 
-A bill counts the platform's own times of a launch.  Without these it counts from the launch, without the wait for a
-machine, to the earliest of: the end that the platform names, the replica's leaving, the logged end.  If the supervisor
-that logged the end never saw the launch alive, the last heartbeat is the end.  A launch without an end and without
-heartbeats for the length of a lease ends then.  In doubt the sum is too high.
+A bill counts the time that the platform reports for a launch.  Without a report it counts from the launch, without the
+wait for a machine, to the earliest of: the end that the platform names, the replica's leave record, the logged end.  If
+the supervisor that logged the end never saw the launch alive, the last heartbeat is the end.  If a launch has no end,
+and no heartbeat for the length of a lease, the bill ends after that lease.  In doubt the sum is too high.
 
-Money of boxes is only in heartbeats, and a control record has money of launches: so new boxes never hide lost bills.
-A record of a release that counted both counts its boxes once more, if the log is lost.
+Only heartbeats count the costs of boxes, and control records count only launches, so that new boxes never hide lost
+bills.  A control record of an older release counts both: if the log is lost, its boxes are counted twice.
 
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
@@ -28,11 +28,11 @@ Process = tuple[str, str | int]  # slot, and host or pid
 Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
 BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
-WAITS = ("pending", "running")  # it waits for a machine; it has one
+WAITS = ("pending", "running")  # the launch waits for a machine; the launch has a machine
 
 
 def costs(report: Report, now: float | None = None) -> Costs:
-    """Compute a run's costs.   now: Unix time (default: that of the newest heartbeat or event)."""
+    """Compute a run's costs.   now: Unix time (default: the time of the newest heartbeat or event)."""
     now = now if now is not None else max([b.at for b in report.beats.values()] + [report.ended])
     bills = list[Bill]()
     priced = list[tuple[float, Spans]]()
@@ -52,7 +52,7 @@ def costs(report: Report, now: float | None = None) -> Costs:
 
 
 def unpriced(spent: Costs) -> tuple[Bill, ...]:
-    """Return the bills with an unknown price, which are in no sum."""
+    """Return the bills with an unknown price, which no sum includes."""
     return tuple(b for b in spent.bills if b.usd_per_hour is None)
 
 
@@ -65,8 +65,8 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
     """Return (US dollars, hours) of launches by the newest control record, if the log lacks events; else (0, 0).
 
-    Costs since the record are added from the log.  If the log has no event since then, it may be lost: the record's
-    rate counts.
+    Add the costs since the record from the log.  If the log has no event since the record, the log may be lost: then
+    add the record's rate.
     """
     spent = report.wanted.spent
     heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)
@@ -87,7 +87,7 @@ def _sums_since(at: float, priced: Sequence[tuple[float, Spans]]) -> tuple[float
 
 
 def _untold_sessions(report: Report, bills: Sequence[Bill]) -> tuple[str, ...]:
-    """Return sessions on rented machines without a launch in the log that claimed their slot after the last record."""
+    """Return sessions on rented machines that began after the last control record, and whose launch the log lacks."""
     billed = {f"{b.executor}/{b.slot}.{b.attempt}" for b in bills}
     told_until = max(report.wanted.spent.at, report.wanted.spent.until)
     rented = [x for x in report.sessions if launch_of(x.host, x.slot) and not x.host.startswith(f"{SUPERVISOR}/")]
@@ -119,7 +119,7 @@ def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str
 
 
 def _by_process(sessions: Iterable[SessionSummary]) -> Mapping[Process, list[SessionSummary]]:
-    """Return (slot, host) and (slot, pid) -> sessions.  A run of weeks has thousands, and each tick asks for bills."""
+    """Return (slot, host) and (slot, pid) -> sessions.  An index, because a long run has thousands of sessions."""
     found = defaultdict[Process, list[SessionSummary]](list)
     for session in sessions:
         for key in (session.host, session.pid):
@@ -170,14 +170,14 @@ def _number(event: Mapping[str, Any], name: str) -> float:
 def _billed_spans(
     events: Sequence[Mapping[str, Any]], sessions: Sequence[SessionSummary], end: float
 ) -> list[tuple[float, float]]:
-    """Return the intervals in which a launch was billed.  A claim of its slot shows that it has a machine, even
-    without a "running" event."""
+    """Return the intervals in which a launch was billed.  A claim of the launch's slot shows that the launch has a
+    machine, even without a "running" event."""
     since: float | None = _begin_time(events[0])  # None during a wait for a machine
     spans: list[tuple[float, float]] = []
     claims = [{"event": "running", "at": x.claimed} for x in sessions]
     for e in sorted([*events[1:], *claims], key=lambda e: e["at"]):
         if e["event"] == "pending" and since is not None:
-            if not e.get("first"):  # else it has waited since its launch
+            if not e.get("first"):  # a first "pending" event: the launch has waited from the start
                 spans.append((since, e["at"]))
             since = None
         elif e["event"] == "running" and since is None:

@@ -1,6 +1,6 @@
-"""A supervisor's use of the run's budget: prices, refused launches, the lease.
+"""Keeps a supervisor within the run's budget: requests prices, refuses launches, renews the lease.
 
-    log ──▶ costs ──▶ verdict: must the run end?   launch_verdict: may this be launched?     both: which lease is due?
+    log ──▶ costs ──▶ verdict: must the run end?   launch_verdict: may these launch?     both: which lease is due?
                 └───▶ carry_out ─▶ control: until = …, spent = …   replicas leave by themselves after `until`;
                                                                      `spent` is known even if the log is lost
 
@@ -29,7 +29,7 @@ JITTER_S = 5.0
 
 @dataclass(frozen=True)
 class NewLease:
-    """A lease to write.   until: Unix time, 0: no lease.   rate: assumed US dollars per hour.   spent: until now."""
+    """A lease to write.   until: Unix time; 0: no lease.   rate: assumed US dollars per hour.   spent: costs so far."""
 
     until: float
     rate: float
@@ -57,7 +57,7 @@ class SpendLimit:
         former: Sequence[Place] = (),
         emit: Emit = no_emit,
     ) -> None:
-        """Set the limit up.   former: earlier places; processes that still run there are billed, and have a lease."""
+        """Make the limit.   former: earlier places, whose running processes are still billed and have a lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
@@ -73,7 +73,7 @@ class SpendLimit:
         return costs(report, self._clock.wall())
 
     def verdict(self, report: Report) -> SpendVerdict:
-        """Return whether the run must end now, and the lease that is due.  Write nothing."""
+        """Return whether the run must end now, and the lease that is due; do not write it."""
         budget = Budget.of(report.wanted)
         until = report.wanted.until
         spent = self.spent(report) if budget.limited or self._leases else Costs()
@@ -84,7 +84,7 @@ class SpendLimit:
         return SpendVerdict(lease=self._due_lease(report, spent, spent.rate_soon))
 
     def launch_verdict(self, report: Report, specs: Sequence[ReplicaSpec]) -> SpendVerdict:
-        """Return whether these specs may be launched, and the lease with them.  Request prices; write nothing."""
+        """Return whether these specs may be launched, and the lease with them.  Request prices, but write nothing."""
         budget = Budget.of(report.wanted)
         prices = [self._price_per_hour(s) for s in specs]
         leased = budget.limited or (self._leases and any(price != 0 for price in prices))
@@ -101,7 +101,7 @@ class SpendLimit:
 
             usd, logged = max(0.0, new.spent.usd - new.spent.boxes), len(billed_events(report))  # boxes: in heartbeats
             told = Spent(usd, new.spent.hours, new.rate, at=at, until=new.until, logged=logged)
-            known = None if report.damage else report.wanted  # what is left of damaged records has no budget
+            known = None if report.damage else report.wanted  # damaged records may lack the budget
             write_control(self._store, self._clock, known, until=new.until, spent=told)
             self._emit("lease", until=new.until, usd=new.spent.usd)
         return verdict.why
@@ -117,7 +117,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
-        """Return the lease that is due: a shorter one at once, a longer one only when half of the present is over."""
+        """Return the lease that is due: a shorter lease at once, a longer one once half of the present one is over."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)

@@ -1,4 +1,4 @@
-"""Reports a run's troubles to a webhook, each when it begins and when it is over (`--alert URL`).
+"""Reports a run's troubles to a webhook (`--alert URL`): once when a trouble begins, and once when it is over.
 
     every CHECK_S   all_troubles ─▶ changes(open, found) ─▶ log: trouble | trouble_over ─▶ queue
     a thread        queue ─▶ POST, at most LIMIT_S ─▶ again after 2, 10, 30 s ─▶ log: alerted | alert_failed
@@ -7,10 +7,10 @@
     {"text": "diloco mine: stalled: no outer step for …", "kind": …, "slot": …, "step": …, "advice": …, "page": …,
      "state": "begun" | "over", "run": "mine", "id": …, "at": …}
 
-The supervisor waits for answers only at its end, for CLOSE_S.  The URL may be a secret: logs and errors have only its
-host, and redirects, which would show it to another host, are not followed.
+The supervisor waits for answers only at its end, for CLOSE_S.  The URL may be a secret: logs and errors show only its
+host, and we follow no redirect, which would show the URL to another host.
 
-Not promised: that each message comes only once: a supervisor may be killed between an answer and its log line.  The
+Not promised: that each message is sent only once: a supervisor may be killed between an answer and its log line.  A
 repeated message has the same `id` and `state`.
 """
 
@@ -33,8 +33,8 @@ from executors.supervision.notices.messages import all_troubles
 from rendezvous.clock import Clock
 
 CHECK_S = 5.0
-LIMIT_S = 10.0  # of one request
-PAUSES_S = (2.0, 10.0, 30.0)  # before the second, third and fourth request for a message
+LIMIT_S = 10.0  # time limit of one request, in seconds
+PAUSES_S = (2.0, 10.0, 30.0)  # seconds before the second, third and fourth request for a message
 CLOSE_S = 5.0
 BEGUN, OVER = "trouble", "trouble_over"
 WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # a message's fields; events without one are ignored
@@ -44,7 +44,7 @@ Emit = Callable[..., None]
 
 class NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> None:
-        """Return None, so that the opener raises the answer as an error."""
+        """Refuse the redirect: None makes urllib raise the answer as an error."""
 
 
 def host_of(url: str) -> str:
@@ -63,7 +63,7 @@ def host_of(url: str) -> str:
 
 
 def post(url: str, body: bytes) -> str:
-    """Post the body; return why it was not accepted, or "".  The text never contains the URL."""
+    """Post the body; return "" if the server accepted it, else the reason, which never contains the URL."""
     request = Request(url, body, {"Content-Type": "application/json", "User-Agent": "diloco"}, method="POST")
     try:
         with build_opener(NoRedirect).open(request, timeout=LIMIT_S):
@@ -112,7 +112,7 @@ def changes(
 
 
 def payload(message: Mapping[str, Any], name: str) -> bytes:
-    """Return the JSON of a message.   name: of the run."""
+    """Return the JSON of a message.   name: the run's name."""
     about = " ".join(str(part) for part in (message["kind"], message["slot"]) if part)
     is_over = message["state"] == "over"
     words = f"over ({message['text']})" if is_over else f"{message['text']}. {message['advice']}"
@@ -133,7 +133,7 @@ class Messenger:
         self._limit_s = limit_s
         self._waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self.settled: queue.Queue[tuple[dict[str, Any], str]] = queue.Queue()
-        self.open = 0  # messages not taken as settled; only the caller's thread changes it
+        self.open = 0  # messages without a taken result; only the caller's thread changes it
         threading.Thread(target=self._deliver_all, name="alerts", daemon=True).start()
 
     def put(self, message: dict[str, Any], body: bytes) -> None:
@@ -141,7 +141,7 @@ class Messenger:
         self._waiting.put((message, body))
 
     def take(self, limit_s: float = 0.0) -> tuple[dict[str, Any], str] | None:
-        """Return a message, and "" if it was delivered, else why not; return None if none is settled in limit_s."""
+        """Return a finished message, with "" or the reason of its failure; None if none finishes within `limit_s`."""
         try:
             found = self.settled.get(timeout=limit_s) if limit_s > 0 else self.settled.get_nowait()
         except queue.Empty:
@@ -174,7 +174,7 @@ class Messenger:
 
 
 class Alerts:
-    """The alerts of one supervisor.   url: "" for no webhook.   emit: writes into the run's log."""
+    """The alerts of one supervisor.   url: the webhook's URL; "": no webhook.   emit: writes into the run's log."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Alerts:
         self._messenger = Messenger(send, pauses_s, limit_s + 1.0) if url else None
 
     def tick(self, report: Report, *, last: bool = False) -> None:
-        """Look for troubles, if a check is due or this is the last call.  Never waits."""
+        """Look for troubles if a check is due, or if this is the last call.  Return at once, without any waiting."""
         while self._messenger is not None and (settled := self._messenger.take()) is not None:
             self._log_one(settled)
         is_time = last or self._clock.now() >= self._check_at

@@ -1,4 +1,4 @@
-"""The alerts and trackers of a supervisor: those that a run asks for, or Nothing instead.
+"""Makes the alerts and trackers of a supervisor, or a stand-in `Nothing` if the run asks for none.
 
     `--alert URL`  ──▶ Alerts (alerts.py)            log.to ──▶ TrackerChild (tracking.py)
     none           ──▶ Nothing                       none   ──▶ Nothing
@@ -23,7 +23,7 @@ Emit = Callable[..., None]
 
 
 class Nothing:
-    """Stands for alerts and trackers in a run without them."""
+    """A stand-in for alerts and trackers, in a run without them; it does nothing."""
 
     def tick(self, *_: Any, last: bool = False) -> None: ...
     def close(self) -> None: ...
@@ -53,7 +53,7 @@ def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> "Track
 
 
 def end_with_run(child: "TrackerChild | Nothing", lease: Lease, code: int) -> None:
-    """End the child.  Its last rows may take a while, so renew the lease meanwhile unless it is lost.   code: of
-    the run's end."""
+    """End the tracker's process.  Its last rows may take a while, so renew the supervisor's lease meanwhile, unless the
+    lease is lost.   code: the supervisor's exit code."""
     end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
     return end() if code == LOST_LEASE else lease.keep_while(end)

@@ -1,17 +1,17 @@
-"""All messages to the user about a run: its troubles, and the replicas' waits.
+"""Collects all messages to the user about a run: its troubles, and the replicas' waits.
 
     find_troubles (diloco/views/troubles.py) ─┐
-    platforms, rewards, disk, alerts: here ────┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
+    this file: platform, reward, disk, alerts ─┴▶ all_troubles ─┬▶ `--alert URL` (alerts.py)
     newest warnings, notes of replicas ─────────────────────────┴▶ message_lines ─▶ `diloco status`, `diloco watch`
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
     wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
 
-A launch does not count if its replica has left since.  The reason is the text of the supervisor's newest event of a
-kind in REASONS.
+A launch does not count if its replica has left since.  The reason in the line is the text of the supervisor's newest
+event whose kind is in REASONS.
 
-A replica's event that its own disk was full is hidden once the replica has joined.  A heartbeat cannot say that the
-run's disk is full, as there is no room for one: `full_words` looks.
+A replica's event that its own disk was full is hidden once the replica has joined.  If the run's disk is full, there is
+no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
 returns only the most urgent.  And not the exact time of a start, which needs a running supervisor.
@@ -35,10 +35,10 @@ from rendezvous.records.records import Beat
 
 MOST_LINES = 8
 SETTLES = ("launched", "found", "lost", "ended")
-AFTER_S = 120.0  # time for a supervisor's look, a pause before the second start, and the budget's check
+AFTER_S = 120.0  # seconds for a supervisor's look, a pause before the second start, and the check of the budget
 ABOUT = ("launched", "found", "lost", "ended", "killed")
 REASONS = ("refused", "platform_silent")
-LEAST = 64 << 10  # bytes of a disk; with fewer, not even heartbeats and logs can be written reliably
+LEAST = 64 << 10  # free bytes; with fewer, not even heartbeats and logs can be written reliably
 
 
 def full_words(url: str) -> str:
@@ -111,7 +111,7 @@ def all_troubles(report: Report, now: float) -> list[Trouble]:
 
 
 def found_in_log(report: Report, now: float) -> list[Trouble]:
-    """Return the troubles that can be found in the log and the run's costs."""
+    """Return the troubles that the log and the run's costs show."""
     spent = costs(report, now)
     return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
 
@@ -215,7 +215,7 @@ def _idle_since(report: Report, slot: str) -> float:
 
 
 def _waits(report: Report, slot: str, now: float) -> bool:
-    """Whether the wait announced by the slot's newest event (`again_in_s`), plus AFTER_S, is not over yet."""
+    """Whether the wait that the slot's newest event announces (`again_in_s`), plus AFTER_S, is not over yet."""
     newest = [e for e in report.of_kind(*ABOUT) if e["slot"] == slot][-1:]
     return any(e["at"] + e.get("again_in_s", 0.0) + AFTER_S > now for e in newest)
 

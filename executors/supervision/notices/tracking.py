@@ -1,4 +1,4 @@
-"""The trackers of a supervised run (log.to): `diloco track RUN --follow`, as a child process of the supervisor.
+"""Runs the trackers of a supervised run (log.to): a child process of the supervisor runs `diloco track RUN --follow`.
 
     tick ─▶ no child, and a start is due ─▶ start it      it ended: 0  all rows are written
                                                                     2  a package or a login is missing: never again
@@ -8,7 +8,7 @@
 No function here raises: a tracker that hangs, crashes or fills a disk only causes a warning in the run's log.  The
 child ends within one look after its supervisor.  The next supervisor's child continues after the tracker's last row.
 
-Not promised: rows that a tracker refused until the end; `diloco track` can write them later.
+Not promised: rows that a tracker refused until the run's end; `diloco track` can write them later.
 """
 
 import os
@@ -34,14 +34,14 @@ COMMAND = "import sys; from executors.cli.main import main; sys.exit(main(sys.ar
 
 
 def pause_after(code: int, failures: int) -> float | None:
-    """Return seconds until the next start; None for never.   failures: number in a row, with this one."""
+    """Return seconds until the next start; None: never.   failures: consecutive failures, including this one."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR):
         return None
     return min(RETRY_MOST_S, RETRY_S * 2 ** (failures - 1))
 
 
 class TrackerChild:
-    """The child process that writes to trackers.   file: for its output.   warn(text): writes to the run's log."""
+    """The child process that writes to trackers.   file: gets its output.   warn(text): writes to the run's log."""
 
     def __init__(self, command: Sequence[str], file: Path, clock: Clock, warn: Callable[[str], None]) -> None:
         self._command = command
@@ -54,7 +54,7 @@ class TrackerChild:
         self._start_at: float | None = clock.now()  # None: never
 
     def tick(self) -> None:
-        """Start the child if that is due, or note its end.  Never waits."""
+        """Start the child if a start is due, or handle its end.  Return at once."""
         if self._child is not None and (code := self._child.poll()) is not None:
             self._child = None
             self._note_end(code)

@@ -1,1 +1,1 @@
-"""One run's slots: their observed state, the next actions, and the results of these."""
+"""One run's slots: their observed state, the next actions, and the results of these actions."""

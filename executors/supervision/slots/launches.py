@@ -1,10 +1,10 @@
-"""All launches of a run, on all platforms, found without local state.
+"""Finds all launches of a run, on all platforms, without local state.
 
     control: places ──▶ executors ──find──┐
     log: launched, lost, ended ──open─────┴──▶ launches ──poll──▶ launches not ended
     platform: the run's label ──sweep──▶ live launches that no record has
 
-Not promised: launches on a platform that cannot be asked (see `out_of_reach`), or a job that its platform lists
+Not promised: launches on a platform that does not answer (see `out_of_reach`), or a job that its platform lists
 later than `LAG_S` after the launch.
 """
 
@@ -23,7 +23,7 @@ from rendezvous.errors import StoreUnclear
 from rendezvous.store import Store
 
 BEGUN = ("launching", "launched", "found")
-LAG_S = 30.0  # time until a platform lists a new job
+LAG_S = 30.0  # seconds until a platform lists a new job
 
 
 class Launches:
@@ -55,7 +55,7 @@ class Launches:
         found: list[Handle] = []
         try:
             wanted, lost = read_standing_control(self._store)
-            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # a lost record may name them
+            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # their places were in it
             self._executor = self._executor or build_executor(wanted.places, (*wanted.former, *logged))
             found = self._executor.find(self._store.url)
             self.out_of_reach = ""
@@ -74,7 +74,7 @@ class Launches:
             self.out_of_reach = str(error)
 
     def read_log(self) -> Report:
-        """Read the log, and note the launches without an end in it."""
+        """Read the log, and remember the launches that have no end in it."""
         report = read_report(self._store, COSTS)
         self._unended = {h for p in past(report.events, self._store.url).values() for h in p.open}
         self._opened |= self._unended
@@ -87,12 +87,12 @@ class Launches:
 
     @property
     def there(self) -> list[Handle]:
-        """Handles that had not ended at the last look."""
+        """Handles of processes that had not ended at the last look."""
         return [s.handle for s in self.statuses.values() if not _has_ended(s)]
 
     @property
     def waiting(self) -> list[Handle]:
-        """Handles that wait for a machine."""
+        """Handles of processes that wait for a machine."""
         return [h for h in self.there if self.statuses[h.slot, h.attempt].state is State.PENDING]
 
     @property
@@ -139,7 +139,7 @@ class Launches:
 
     def _update_statuses(self, handles: Iterable[Handle]) -> None:
         handles = list(handles)
-        if self._executor is None:  # we only know that they were launched
+        if self._executor is None:  # without a platform we know only the launches
             statuses = [unanswered(Status(h, State.RUNNING, self.out_of_reach), self.out_of_reach) for h in handles]
         else:
             statuses = self._executor.poll(handles) if handles else []

@@ -1,20 +1,20 @@
-"""The supervisor's next actions: a pure function of the desired and the observed state.
+"""Decides the supervisor's next actions: a pure function of the desired and the observed state.
 
     desired ─┐                    Launch    no replica runs this slot
              ├─▶ plan ─▶ actions  Replace   its replica has ended, or is silent
-    observed ┘                    Fence     the silent replica was asked to end, and does not
+    observed ┘                    Fence     the silent replica was asked to end, and does not end
                                   Drain     the replica runs, and is not wanted any more
-                                  Cancel    the same, and it cannot read the request or does not leave
-                                  Wait      not now, with the reason
+                                  Cancel    an unwanted replica cannot read the request to leave, or does not leave
+                                  Wait      nothing can be done yet; has the reason
                                   GiveUp    another start would change nothing
 
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
-again after every kind of end: DONE was about fewer steps, and a cancel by another user is a loss.  A slot with a newer
-generation is left alone while that sends heartbeats.  A platform may restart a process by itself.  So while it says
+again after every kind of end: DONE meant fewer steps, and a cancel by another user is a loss.  A slot with a newer
+generation is left alone while that one sends heartbeats.  A platform may restart a process by itself.  So while it says
 RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A replica
 that waits for a machine (PENDING) is not silent.
 
-A slot's ends in a row determine the pause before its next start:
+The number of a slot's consecutive ends determines the pause before its next start:
 
     an end ──▶ count_end ──▶ Strikes ──▶ Limits: pause, give up
 
@@ -24,13 +24,13 @@ A slot's ends in a row determine the pause before its next start:
     some, fewer than ENOUGH                   1              1 if own, or 0     one more if by the reward
     ENOUGH or more                            1              1 if own, or 0     1 if by the reward, or 0
 
-An end is `by_reward` if the reward returned no more numbers in a run that has committed outer steps.  Its judge may be
-down for a while, so pauses grow to half an hour.  Or it fails in every session after some batches, so a session with a
-little counted work does not reset the count (decision 034).  Such an end is no `own_fault`.
+An end is `by_reward` if the reward stopped returning numbers in a run that has committed outer steps.  A judge may be
+down for a while, so pauses grow to half an hour.  Or the reward fails in every session after some batches, so a session
+with a little counted work does not reset the count (decision 034).  Such an end is not an `own_fault`.
 
 Not promised: an end of restarts if each session brings ENOUGH steps; then only the run's number of steps limits them.
-Nor is it promised that two supervisors never launch one slot twice.  The supervisor's own claim prevents two
-supervisors, and as a last resort the claim of the slot fences the older replica.
+Not promised either: that two supervisors never launch one slot twice.  The supervisor's claim prevents two supervisors,
+and as a last resort the claim of the slot fences the older replica.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ from diloco.process import exitcodes
 from diloco.process.processes import describe_exit
 from executors.platforms.base import State
 
-ENOUGH = 10  # outer steps; a session that brought so many was worth its start
+ENOUGH = 10  # a session whose work counted in this many outer steps was worth its start
 Holder = Literal["none", "unknown", "beating", "silent", "left"]
 
 
@@ -49,11 +49,11 @@ Holder = Literal["none", "unknown", "beating", "silent", "left"]
 class Limits:
     """Limits and times of a supervisor.
 
-    failures: ends in a row by a replica's own fault, without a counted pseudogradient, before the run is given up.
-    losses: the same for ends of any kind.   backoff_s: before the second replacement in a row; then twice that, …
-    reward_failures: ends in a row by a reward that has worked before (Strikes).   reward_backoff_s: before the first
-    replacement after one; then four times that, …: 60, 240, 960, 1800, 1800 s, which is 81 minutes in all.
-    silent_s: a process of this machine is replaced if its heartbeat does not change for so long.
+    failures: consecutive ends by a replica's own fault, without a counted pseudogradient, that end the run.
+    losses: the same for ends of any kind.   backoff_s: pause before the second replacement in a row; it then doubles.
+    reward_failures: consecutive ends by a reward that has worked before (Strikes).   reward_backoff_s: pause before the
+    first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
+    silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
     restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
     fence_s: time between the request to end and the fence.   drain_s: time to leave after a request.
     """
@@ -82,9 +82,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Strikes:
-    """Ends in a row.   losses: of any kind.   failures: by the replica's own fault.   reward_failures: by its reward.
+    """Consecutive ends.   losses: any kind.   failures: the replica's own fault.   reward_failures: the reward failed.
 
-    by_reward: whether the latest end was by the reward.
+    by_reward: whether the reward caused the latest end.
     """
 
     losses: int = 0
@@ -119,7 +119,7 @@ def count_end(before: Strikes, end: SessionEnd) -> Strikes:
 
 @dataclass(frozen=True)
 class Desired:
-    """The desired state.   slots: those that should run.   done: the run has all its steps.   ending: stop before."""
+    """The desired state.   slots: slots that should run.   done: the run has all its steps.   ending: stop earlier."""
 
     slots: frozenset[str]
     done: bool = False
@@ -128,14 +128,14 @@ class Desired:
 
 @dataclass(frozen=True)
 class Observation:
-    """The observed state of a slot.   state, exit_code, reason: of the process launched last (None: unknown).
+    """The observed state of a slot.   state, exit_code, reason: status of the newest process (None: unknown).
 
     holder: the state of the slot's newest generation, by its heartbeat, from any launcher.
     silent_s: seconds without a new heartbeat.   losses, failures: ends in a row (see Limits).
-    reward_failures: the same by the reward; 0 if the latest end was of another kind.
+    reward_failures: consecutive ends by the reward; 0 if the latest end was of another kind.
     native: a platform runs it.   beaten: it has sent a heartbeat.
     replacing_s, draining_s: seconds since we asked it to end, for a replacement or for good (None: not asked).
-    leave_s: seconds that it may take to leave, by the pace of its inner steps.
+    leave_s: seconds that the replica may take to leave, computed from the pace of its inner steps.
     """
 
     slot: str

@@ -35,12 +35,12 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Whether its status can be polled.  For a local process of another machine there are only heartbeats."""
+    """Whether the handle's status can be polled; a local process of another machine shows only heartbeats."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
 def begin_fields(handle: Handle) -> dict[str, Any]:
-    """Return the fields of a launch for the log, from which bills and the next supervisor read it."""
+    """Return the fields of a launch for the log, where bills and the next supervisor find it."""
     about = {"slot": handle.slot, "pid": handle.pid, "attempt": handle.attempt, "executor": handle.executor}
     price = {"usd_per_hour": handle.usd_per_hour, "launched_at": handle.launched_at}
     return {**about, **price, "handle": handle.to_dict()}
@@ -59,8 +59,8 @@ def end_fields(status: Status) -> dict[str, Any]:
 class History:
     """A slot's past, from the log.
 
-    attempt: the highest number used.   strikes: ends in a row.   ended_at, state, …: of the last end (Unix time).
-    open: launches without an end in the log.   pending: the newest of them waited for a machine.
+    attempt: the highest number used.   strikes: consecutive ends.   ended_at (Unix time), state, …: of the last end.
+    open: launches without an end in the log.   pending: whether the newest of them waited for a machine.
     """
 
     attempt: int = 0
@@ -116,7 +116,7 @@ def native_of(e: Mapping[str, Any]) -> str | None:
 
 
 def handle_in(e: Mapping[str, Any], run: str = "") -> Handle | None:
-    """Return the launched handle, if the event has a valid one.
+    """Return the handle of the event's launch; None if the event has no valid handle.
 
     Any writer may have forged the event, so the handle must name the event's slot and attempt, and gets the log's run.
     """
@@ -139,10 +139,10 @@ def end_in(e: Mapping[str, Any]) -> SessionEnd:
 class SlotState:
     """The state of one slot.
 
-    handle, status: of the slot's present or last process.   attempt: the highest number used so far.
-    gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: its changes.
-    running_since: when it was seen to run after a wait.   beaten: heard since then.   ran: ever, or maybe before us.
-    pending: the log says that it waits for a machine.   unseen: we have not seen it alive.
+    handle, status: the slot's present or last process.   attempt: the highest number used so far.
+    gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: how often it changed.
+    running_since: when a poll first saw it running.   beaten: a heartbeat came since.   ran: it has run, or may have.
+    pending: by the log, it waits for a machine.   unseen: this supervisor has not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.
     asked: its heartbeat when we asked it to leave.   lost: the work that the kill then lost, in words.
@@ -200,7 +200,7 @@ class SlotState:
         return self.handle is not None and self.status is not None and not self.status.state.ended
 
     def launched(self, handle: Handle, now: float) -> None:
-        """Note a new launch."""
+        """Record a new launch."""
         self.handle = handle
         self.status = Status(handle, State.STARTING)
         self.attempt = handle.attempt
@@ -222,7 +222,7 @@ class SlotState:
         self.replacing_at = self.draining_at = self.cancelled = None
 
     def polled(self, status: Status, now: float) -> None:
-        """Note the platform's status."""
+        """Record the platform's status."""
         was_running = self.running
         if status.state is State.RUNNING and (self.status is None or self.status.state is not State.RUNNING):
             self.running_since = now
@@ -235,7 +235,7 @@ class SlotState:
             self.unseen = False
 
     def heard(self, beat: Beat, now: float, fresh_s: float) -> None:
-        """Note the slot's heartbeat, which shows more reliably than the platform that the replica runs."""
+        """Record the slot's heartbeat, which shows more reliably than the platform's status that the replica runs."""
         newest = (beat.generation, beat.n)
         if newest != self.beat:
             self.moves, self.moved_at = (0, None) if self.beat is None else (self.moves + 1, now)

@@ -1,13 +1,13 @@
-"""One supervisor's view of a run's slots, and of all launches that may still run.
+"""Keeps one supervisor's view of a run's slots, and of all launches that may still run.
 
     platforms ──find, poll──┐                                        ┌─▶ observed     for the plan
     log: launched, ended ───┴──▶ by_slot: one SlotState each ────────┤
-                                 replaced: end not seen yet          ├─▶ log: found, pending, running, lost, ended
+                                 replaced: replaced, maybe running   ├─▶ log: found, pending, running, lost, ended
                                  duplicates: processes that the log does not name, or two of one launch
 
-Every launch that is not known to have ended is in one of the three, also after a restart of the supervisor.  A
-process that a platform lists and the log does not name (the answer to its launch was lost) is logged, so that it is
-billed, and then ended.  If one launch has two processes, the platform's executor keeps the older.
+Every launch that is not known to have ended is in one of these three, also after a restart of the supervisor.  If a
+platform lists a process that the log does not name (the answer to its launch was lost), we log the process, so that it
+is billed, and then end it.  If one launch has two processes, the platform's executor keeps the older one.
 
 Not promised: the state of a launch while its platform does not answer; until then the last known state counts.
 """
@@ -36,12 +36,12 @@ from rendezvous import layout
 from rendezvous.clock import Clock
 
 PUBLISH = "publish"  # the slot of the publisher, which is not a replica: it writes θ₀ into the bucket
-AGAIN_S = 30.0  # between two cancels of a process that does not end
+AGAIN_S = 30.0  # seconds between two cancels of a process that does not end
 
 
 class Slots:
-    """All slots of a run.   fresh_s: a heartbeat without a change for longer is silent.   emit: writes to the log.
-    limits: the pauses after failures of the reward."""
+    """All slots of a run.   fresh_s: a heartbeat that does not change for longer is silent.   emit: writes to the log.
+    limits: has the pauses after failures of the reward."""
 
     def __init__(
         self, run: Run, executor: FleetExecutor, clock: Clock, fresh_s: float, emit: Callable[..., None], limits: Limits
@@ -55,8 +55,8 @@ class Slots:
         self.boundary = boundary_of(run)
         self.by_slot: dict[str, SlotState] = {}
         self.publisher = SlotState(PUBLISH)
-        self.replaced: dict[Handle, float] = {}  # -> time of our last cancel
-        self.duplicates: dict[Handle, float] = {}  # -> time of our last cancel
+        self.replaced: dict[Handle, float] = {}  # handle -> time of our last cancel
+        self.duplicates: dict[Handle, float] = {}  # handle -> time of our last cancel
         self.outages = Outages(clock)
         self.opened: list[Handle] = []  # launches that had no end in the log when this supervisor began
         self._past: dict[str, History] | None = None  # None: the log was not read yet
@@ -100,8 +100,8 @@ class Slots:
                 state.forget()
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
-        """Adopt the process that counts for this launch, if it is not the known one: an older one, whose answer was
-        lost."""
+        """Adopt the process that counts for this launch, if it is not the known process but an older one: the answer to
+        the older one's start was lost."""
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
@@ -132,7 +132,7 @@ class Slots:
             self.executor.cancel(due, 0.0)
 
     def _is_run_by_us(self, handle: Handle) -> bool:
-        """Whether its launch still runs.  A cancel would end the launch; the executor itself ends its duplicates."""
+        """Whether the handle's launch still runs.  A cancel would end the launch; its executor ends duplicates."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
 
     def _wanted_again(self, state: SlotState, report: Report) -> None:
@@ -145,7 +145,7 @@ class Slots:
         before = past(report.events, self.run.store.url)
         self.opened = opened = [h for p in before.values() for h in p.open if can_be_asked(h)]
         opened.sort(key=lambda h: -h.launched_at)
-        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch the older one
+        launches = {(h.slot, h.attempt): h for h in opened}  # for two processes of one launch: the older
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}
         found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.store.url) if h.slot != SUPERVISOR}
@@ -180,7 +180,7 @@ class Slots:
                 self.replaced[handle] = self.clock.now()
 
     def _count_end(self, state: SlotState, status: Status, report: Report) -> None:
-        """Count and log an end.  An end that was not requested is a loss; the count restarts if its work counted."""
+        """Count and log an end.  An end that was not requested is a loss; the count restarts if the work counted."""
         sessions = [x for x in report.sessions if x.slot == state.slot and is_from_launch(status.handle, x)]
         unseen = {"unseen": True} if state.unseen else {}
         asked = report.done or self._was_asked_to_end(state, report)
@@ -192,7 +192,7 @@ class Slots:
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         counted = sum(len(x.commits) for x in sessions)
         if layout.is_actor(state.slot) and beat is not None and is_from_launch(status.handle, beat):
-            counted = beat.inner  # bundles that it delivered
+            counted = beat.inner  # for an actor: the bundles of rollouts that it delivered
         end = self._classify_end(state, status, report, counted=counted)
         if not asked:
             state.strikes = count_end(state.strikes, end)
@@ -216,8 +216,8 @@ class Slots:
         return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
 
     def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Return whose fault the end was.  It is not the replica's if a reward failed that has worked in this run, or
-        if it gave up while another slot waits for its reward."""
+        """Return the end, with its cause.  The replica is not at fault if its reward failed but has worked in this run,
+        or if the replica gave up while another slot waits for its reward."""
         replaced = state.replacing_at is not None
         failed = status.state is State.FAILED and not replaced
         awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
@@ -229,7 +229,7 @@ class Slots:
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
     def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
-        """Whether this replica was asked to leave or cancelled for good, by us or through the bucket."""
+        """Whether this replica was asked to leave or cancelled for good, by this supervisor or by a control record."""
         asked = state.draining_at is not None or (state.cancelled is not None and state.replacing_at is None)
         return asked or self.hears(state.slot, report)
 
@@ -268,7 +268,7 @@ class Slots:
     # ------------------------------------------------------------------ acting
 
     def cancel(self, states: Sequence[SlotState], grace_s: float) -> None:
-        """Cancel now, and again every AGAIN_S while `cancel` is called."""
+        """Cancel the processes now, and again every AGAIN_S if `cancel` is called again."""
         now = self.clock.now()
         due = [t for t in states if t.cancelled is None or grace_s < t.cancelled[1] or now - t.cancelled[0] > AGAIN_S]
         for state in due:

@@ -1,16 +1,16 @@
-"""A box: a machine for one episode, with five verbs.
+"""Defines a box, a sandboxed machine for one episode, and the protocol of its provider.
 
     provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read   write
     provider.find(labels) ──▶ boxes            stop()                              labels: run, slot, generation, place
 
     in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ first 4096 bytes, CUT, last 4096 ──▶ at most 8 KiB
 
-Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of it
-fill no memory.  The mark is written there, too: a provider that returns text has made three bytes of each byte that is
-no text.
+Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of
+output fill no memory here.  The mark of the cut is written inside, too, because lengths change on the way: a provider
+that returns text replaces each invalid byte by three.
 
-Not promised: a distinction between the time limit and a command's own exit code 124 or 137. A process that stays in the
-background and keeps the output open is waited for until the limit.
+Not promised: a distinction between the time limit and a command's own exit code 124 or 137. If a process stays in the
+background and keeps the output open, we wait for it until the limit.
 """
 
 import re
@@ -23,10 +23,10 @@ CUT = "\n[… the middle of the output is cut …]\n"
 KILL_AFTER_S = 5  # seconds between TERM and KILL
 ANSWER_S = 20.0  # seconds for a provider's answer beyond a command's own limit
 TTL_S = 3600.0  # seconds after which the provider itself stops a box
-MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that other boxes of the account are never listed
+MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that we never list other boxes of the account
 USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "env", "HOME=/tmp")
 MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
-# a byte more than a half shows that there is a middle; base64, because bash keeps no NUL in a variable
+# reads one byte more than a half, to see whether there is a middle; base64, because bash keeps no NUL in a variable
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
 HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"
@@ -34,7 +34,7 @@ WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit $
 
 
 class ProviderFailed(RuntimeError):
-    """A provider gave no answer, or no box. Whether the box exists is not known: look it up by its labels."""
+    """A provider gave no answer, or no box. The box may exist all the same: look it up by its labels."""
 
 
 class BoxGone(RuntimeError):
@@ -43,7 +43,7 @@ class BoxGone(RuntimeError):
 
 @dataclass(frozen=True)
 class BoxOwner:
-    """The one owner of a box.   run: the run's name.   slot, generation: of the session.   place: of the rollout."""
+    """The owner of a box: one rollout.   run: the run's name.   slot, generation: the session.   place: the rollout."""
 
     run: str
     slot: str
@@ -63,7 +63,7 @@ class BoxOwner:
 
 @dataclass(frozen=True)
 class BoxRecipe:
-    """The first content of a box.   image: the provider's name for it; "" for its default.   files: path -> content."""
+    """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
@@ -73,7 +73,7 @@ class BoxRecipe:
 
 @dataclass(frozen=True)
 class Ran:
-    """A command's end.   code: its exit code.   output: at most 8 KiB and the mark of a cut."""
+    """The result of a command.   code: its exit code.   output: at most 8 KiB, and the mark of a cut."""
 
     code: int
     output: str
@@ -98,7 +98,7 @@ class Box(Protocol):
 
 
 class BoxProvider(Protocol):
-    """Where boxes run.   price_per_hour: dollars for one box; None if it depends on the account."""
+    """A service that runs boxes.   price_per_hour: dollars for one box; None if it depends on the account."""
 
     @property
     def price_per_hour(self) -> float | None: ...
@@ -106,7 +106,7 @@ class BoxProvider(Protocol):
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
         """Create a box without the files, which BoxStarter writes.   Raises ProviderFailed.
 
-        InnerError: the create was refused, and would be again."""
+        Raises InnerError if the provider refuses the create, and would refuse it again."""
         ...
 
     def find(self, labels: Mapping[str, str]) -> Sequence[Box]:
@@ -125,6 +125,6 @@ def as_user(user: str) -> tuple[str, ...]:
 
 
 def read_output(raw: bytes | str) -> str:
-    """Return what a wrapped command printed as text. More than the box's own cut leaves is cut here."""
+    """Return a wrapped command's output as text, cut here, too, if it is longer than the box's own cut allows."""
     text = raw if isinstance(raw, str) else raw.decode(errors="replace")
     return text if len(text) <= MOST_OUTPUT else CUT.join((text[:HALF_OUTPUT], text[-HALF_OUTPUT:]))

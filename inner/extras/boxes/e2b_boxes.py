@@ -4,8 +4,8 @@
     E2bBoxes(domain="boxes.example.org")               another server: https://api.DOMAIN
     E2bBoxes(api_url="http://…", sandbox_url="http://…")
 
-A create's metadata are the owner's labels. Its Idempotency-Key is the owner's key and the number of the owner's boxes
-that were stopped here. `timeout` is the box's time to live at the server. recipe.image is a template's name.
+A create request has the owner's labels as metadata. Its Idempotency-Key is the owner's key and the number of the
+owner's boxes that this process stopped. `timeout` is the box's time to live. recipe.image is a template's name.
 
 Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
 server of the tests, not with E2B.
@@ -34,7 +34,7 @@ from inner.extras.boxes.box import (
 
 
 class E2bBoxes:
-    """The provider.   api_key, domain, api_url, sandbox_url: as in E2B's SDK, which reads E2B_… for those left out."""
+    """The provider.   api_key, domain, api_url, sandbox_url: as in E2B's SDK; if left out, it reads E2B_… variables."""
 
     price_per_hour = None
 
@@ -43,7 +43,7 @@ class E2bBoxes:
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
-        self._stopped = Counter[str]()  # by the owner's key: E2B would name a box that is gone again
+        self._stopped = Counter[str]()  # per owner's key: else E2B would return a stopped box again
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
         key = f"{owner.key}-{self._stopped[owner.key]}"
@@ -80,7 +80,7 @@ class E2bBox:
             except self._sdk.CommandExitException as error:
                 ended = error
             except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
-                raise  # they are TimeoutExceptions, too
+                raise  # subclasses of TimeoutException that mean something else
             except self._sdk.TimeoutException:  # something in the background keeps the output open, if the box runs
                 if not self._made.is_running(request_timeout=ANSWER_S):
                     raise
@@ -105,7 +105,7 @@ class E2bBox:
 
 
 class _Listed(E2bBox):
-    """A sandbox of the server's list. It is connected to when it is used; a stop needs only its id."""
+    """A sandbox of the server's list. We connect to it at its first use; a stop needs only its id."""
 
     def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any], stopped: Counter[str]) -> None:
         self._sdk, self._id, self._opts, self._stopped = sdk, told.sandbox_id, opts, stopped
@@ -129,7 +129,7 @@ class _Listed(E2bBox):
 def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
     """Raise the SDK's errors as ours: FileNotFoundError, InnerError for a refused key, else `kind`.
 
-    Any other error is `kind`, too: the SDK lets those of its transport, of JSON and HTTP 503 through as they are."""
+    Any other error becomes `kind`, too, because the SDK does not wrap errors of transport, JSON and HTTP 503."""
     try:
         yield
     except (InnerError, ProviderFailed, BoxGone):

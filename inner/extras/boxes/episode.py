@@ -1,16 +1,16 @@
-"""One episode in one box: its calls, whose fault the box's death is, its reward.
+"""Runs one episode in one box: its calls, the blame if the box dies, and its reward.
 
-    act ────── BoxGone ──▶ decided once, with fresh boxes (verdict.py) ◀── BoxGone ────── reward
-      └ it may outlive inner.sampling.tool_timeout_s                        └ waits for a decision that is being made
+    act ────── BoxGone ──▶ blame decided once, in fresh boxes (verdict.py) ◀── BoxGone ── reward
+      └ it may outlive inner.sampling.tool_timeout_s                        └ waits while `act` decides
 
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
              tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
 
-The next episode is another object, with another owner. So a late call of this one says nothing about it, and stops none
-of its boxes.
+The next episode is another object, with another owner. So a late call of this episode does not affect the next one, and
+stops none of its boxes.
 
-Not promised: a box that comes back: a dead one is never replaced.
+Not promised: that an episode goes on after its box died: a dead box is never replaced.
 """
 
 import json
@@ -32,7 +32,7 @@ REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 
 
 class Episode:
-    """One episode.   owner: of its box.   tell_failed: is told why the provider gives no box."""
+    """One episode.   owner: the owner of its box.   tell_failed(error): called if the provider gives no box."""
 
     def __init__(
         self, starter: BoxStarter, owner: BoxOwner, task: HarborTask, tell_failed: Callable[[Exception], None]
@@ -40,14 +40,14 @@ class Episode:
         self._starter, self._owner, self._task, self._tell_failed = starter, owner, task, tell_failed
         self.submitted = False
         self.actions = list[BoxAction]()
-        self._survived = 0  # actions that the box has survived: all before the one that runs
+        self._survived = 0  # number of actions that the box has survived
         self._box: Box | None = None
         self._blamed: Blamed | None = None
-        self._deciding = threading.Lock()  # a call that outlived its limit, and `reward`
+        self._deciding = threading.Lock()  # between a call that outlived its limit and `reward`
         self._until: float | None = None
         self._known = False
         self._reward: float | None = None
-        self._judging = threading.Lock()  # a call of `reward` that lasted too long is made again
+        self._judging = threading.Lock()  # `reward` may be called again while a slow call still runs
 
     def begin(self) -> bool:
         """Start the box; return whether there is one."""
@@ -65,13 +65,13 @@ class Episode:
         return self._box is None or self._blamed is not None
 
     def left_s(self) -> float:
-        """Return the seconds of the task's limit that are left. They begin with the first call, not with a batch."""
+        """Return the seconds left of the task's limit, which begins with the first call, not with the batch."""
         if self._until is None:
             self._until = self._starter.clock() + self._task.agent_s
         return self._until - self._starter.clock()
 
     def act(self, run: Callable[[Box], Any]) -> Any:
-        """Return what `run` does with the box.   Raises BoxGone, when it is decided whose fault that is."""
+        """Return the result of `run(box)`.   If the box dies, decide whose fault that is, and raise BoxGone."""
         if (box := self._box) is None or self._blamed:
             raise BoxGone("the box of this episode is gone.")
         self.actions.append(BoxAction(run))
@@ -86,7 +86,7 @@ class Episode:
         return found
 
     def reward(self) -> float | None:
-        """Return the verifier's number; None if the provider lost the box.   The box ends."""
+        """Return the verifier's number, or None if the provider lost the box; then stop the box."""
         with self._judging:
             if not self._known:
                 self._reward = self._judge()
@@ -111,7 +111,7 @@ class Episode:
         return AtMostWorst(0.0) if self._blamed == "policy" else None
 
     def _decide(self, box: Box, find: Callable[[], Blamed]) -> None:
-        """Settle whose fault it was, unless that is settled, or the episode is over."""
+        """Decide whose fault the box's death was, unless that is decided already, or the episode is over."""
         with self._deciding:
             if self._box is box and self._blamed is None:
                 found = find()
@@ -149,7 +149,7 @@ def _recipe(task: HarborTask) -> BoxRecipe:
 
 def verify(box: Box, task: HarborTask) -> float | None:
     """Return the reward that the task's test.sh writes; None if it writes no number."""
-    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # what the episode may have put there
+    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # the episode may have put files there
     try:
         for path, data in unpack(task.tests).items():
             box.write(path, data)
@@ -164,7 +164,7 @@ def verify(box: Box, task: HarborTask) -> float | None:
 
 
 def read_number(text: str) -> float | None:
-    """Return the reward that a file of REWARDS says; None if it says no number."""
+    """Return the reward in the text of a file of REWARDS; None if the text has no number."""
     try:
         found = json.loads(text)
         number = float(found["reward"] if isinstance(found, dict) else found)
@@ -174,7 +174,7 @@ def read_number(text: str) -> float | None:
 
 
 def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
-    """Stop a box. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
+    """Stop a box. If the provider does not stop it now, it ends at its time to live, or in `diloco stop`."""
     try:
         starter.release(owner)
     except ProviderFailed:

@@ -1,11 +1,11 @@
 """Boxes on Hugging Face Jobs: dedicated sandboxes of huggingface_hub, one job each.
 
-    HfBoxes()                    flavor cpu-basic; the token is the SDK's: HF_TOKEN, or that of `hf auth login`
-    owner.labels ─▶ box-run …    labels of the job; so a box whose create reply was lost is in the list of jobs
+    HfBoxes()                    flavor cpu-basic; the token is the SDK's: HF_TOKEN, or the token of `hf auth login`
+    owner.labels ─▶ box-run …    labels of the job; so we find a box whose create reply was lost in the list of jobs
     ttl_s ─▶ idle_timeout        the job ends itself after so long without a call, in any case after 24 h
     user "root" ─▶ root          any other ─▶ uid 1000, by setpriv
 
-No SandboxPool: its boxes have no labels, and paths only below a home of their own, so /tests would not be /tests.
+We do not use SandboxPool: its boxes have no labels, and only paths below their own home, so /tests would be elsewhere.
 
 Not promised: the SDK's interface, which is experimental. Tested with huggingface_hub 2.4 and a server of the tests, not
 with the Hub.
@@ -113,7 +113,7 @@ class HfBox:
 
     @contextmanager
     def _file_errors(self, kind: type[OSError], path: str) -> Iterator[None]:
-        """Raise a refusal of a box that runs as `kind`, and all other errors as BoxGone."""
+        """Raise an error as `kind` if the box runs and refuses the request; raise all other errors as BoxGone."""
         with _as_ours(BoxGone):
             try:
                 yield
@@ -133,7 +133,7 @@ class HfBox:
 
 
 def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return labels in the Hub's alphabet, under names that no replica's job has."""
+    """Return the labels in the Hub's alphabet, under other names than the labels of replicas' jobs."""
     return {**MADE_BY, **{f"box-{name}": re.sub(r"[^A-Za-z0-9_-]", "-", text)[:100] for name, text in labels.items()}}
 
 
@@ -141,7 +141,7 @@ def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:
 def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
     """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`.
 
-    All of them: an answer that is no JSON, for one, is a ValueError."""
+    This concerns any exception: for example, an answer that is not JSON is a ValueError."""
     try:
         yield
     except (InnerError, ProviderFailed, BoxGone):

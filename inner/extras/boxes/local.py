@@ -1,11 +1,11 @@
 """Boxes on this machine: a folder per box, and bubblewrap around every command.
 
-    ROOT/NAME/box.json    labels, deadline; written before the box is used, and deleted last: `find` sees what is left
+    ROOT/NAME/box.json    labels, deadline; written first and deleted last, so `find` also sees half-deleted boxes
                           start also removes late boxes, and folders that have had no box.json for an hour
     ROOT/NAME/root        app/ tests/ logs/ tmp/ …  are bound to /app /tests /logs /tmp, writable
     /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
 
-`wrap` makes the words in front of a command; the tests give one that needs no bubblewrap.
+`wrap` returns the words in front of a command; tests pass a function that needs no bubblewrap.
 
 Not promised: an image (the box has this machine's programs); several users (every command is uid 1000, so
 the episode's code can read tests/ while the verifier runs); limits for memory, processes and disk beyond each command's
@@ -37,7 +37,7 @@ from inner.extras.boxes.box import (
     wrapped_command,
 )
 
-HALF_MADE_S = 3600.0  # the age of a folder without box.json that no start is making any more
+HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
 Wrap = Callable[[Path, str, str], list[str]]
 
@@ -103,7 +103,7 @@ class LocalBoxes:
                 _remove(home)
         for home in self._root.glob("box-*"):
             if not (home / "box.json").exists() and _changed_at(home) < self._clock() - HALF_MADE_S:
-                _remove(home)  # its start, or its end, was killed
+                _remove(home)  # its start or its removal was killed
 
 
 class LocalBox:
@@ -129,7 +129,7 @@ class LocalBox:
 
     def read(self, path: str) -> bytes:
         found = self._inside(path)
-        if not found.is_file():  # a FIFO would never end
+        if not found.is_file():  # reading a FIFO would never end
             raise FileNotFoundError(f"{path!r} is not a file in the box.")
         return found.read_bytes()
 
@@ -150,7 +150,7 @@ class LocalBox:
         return root
 
     def _inside(self, path: str) -> Path:
-        """Return a path's place here. A link that the episode made may not lead out of the box."""
+        """Return a box path's place on this machine. A link that the episode made may not lead out of the box."""
         root = self._root().resolve()
         found = (root / str(PurePosixPath(self._folder, path)).lstrip("/")).resolve()
         if not found.is_relative_to(root):
@@ -159,7 +159,7 @@ class LocalBox:
 
 
 def _remove(home: Path) -> None:
-    """Delete a box's folder, box.json last.   What cannot be deleted stays, with box.json: `find` lists it again."""
+    """Delete a box's folder, box.json last.   If a file cannot be deleted, box.json stays, so `find` lists the box."""
     for path in [path for path in _entries(home) if path.name != "box.json"]:
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
@@ -170,7 +170,7 @@ def _remove(home: Path) -> None:
 
 
 def _open_folders(top: Path) -> None:
-    """Give the folders below `top` the permissions back that an episode took away. Links are not followed."""
+    """Restore permissions that an episode took from the folders below `top`. Do not follow links."""
     for at, names, _ in os.walk(top):
         for folder in (Path(at, name) for name in names):
             with suppress(OSError):

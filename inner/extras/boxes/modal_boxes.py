@@ -34,7 +34,7 @@ from inner.extras.boxes.box import (
 )
 
 IMAGE = "python:3.12-slim"
-PIECE = 1 << 20  # bytes of a file that are sent at once
+PIECE = 1 << 20  # bytes of a file per request
 READ = '[ -f "$0" ] && exec cat -- "$0"'
 WRITE = '{ [ -f "$0" ] || [ ! -e "$0" ]; } && mkdir -p -- "$(dirname -- "$0")" && exec cat > "$0"'
 
@@ -67,7 +67,7 @@ class ModalBoxes:
 
 
 class ModalBox:
-    """One sandbox.   made: the SDK's object.   folder: where commands begin; "": the sandbox's tags say it."""
+    """One sandbox.   made: the SDK's object.   folder: where commands begin; "": read it from the sandbox's tags."""
 
     def __init__(self, sdk: Any, made: Any, folder: str = "") -> None:
         self._sdk, self._made, self._folder = sdk, made, folder
@@ -132,7 +132,7 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
         raise InnerError(f"Modal refuses the credentials: {error}. `modal token set`, or MODAL_TOKEN_…") from error
     except errors.ResourceExhaustedError as error:
         raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error
-    except Exception as error:  # its transport's, too
+    except Exception as error:  # also errors of the SDK's transport
         raise kind(f"{type(error).__name__}: {error}") from error
 
 

@@ -4,14 +4,14 @@
                         ▲                                                     │ ProviderFailed
                         └── jittered pause ◀── none ── find(labels) ◀─────────┘ one ──▶ adopted, no second create
 
-    breaker: `failures` of the provider in a row, over all episodes, pause every start for `pause_s`
-    used: a box counts from the create that made it, also one that died before it was furnished, or was never adopted
+    breaker: after `failures` failures of the provider in a row, over all episodes, every start waits for `pause_s`
+    used: a box counts from its create, even if it died before its files were written, or if no process adopted it
 
-The labels are known before the create, so `sweep({"run": …})` reaches a box whose create reply was lost and which no
-process remembers. It looks again until nothing is found.
+The labels are known before the create, so `sweep({"run": …})` also stops a box whose create reply was lost, and which
+no process remembers. `sweep` repeats until it finds no box.
 
 Not promised: a limit over several processes. A create that takes effect after its look-up makes a second box; `release`
-stops both, and the provider's time limit stops what no process releases.
+stops both, and the provider's time limit stops a box that no process releases.
 """
 
 import random
@@ -29,13 +29,13 @@ from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecip
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-AGAIN_S = 30.0  # budget of a start after one that spent its whole budget: a batch of them would look like a hang
-SWEEPS = 5  # looks until the provider's list is empty
+AGAIN_S = 30.0  # seconds for a start after a start that spent its whole budget: a batch of those would look like a hang
+SWEEPS = 5  # most tries of `sweep` until the provider's list is empty
 
 
 @dataclass(frozen=True)
 class Used:
-    """Boxes that ended, and the seconds that they were there, all together."""
+    """The number of boxes that ended, and the sum of their seconds."""
 
     boxes: int = 0
     seconds: float = 0.0
@@ -63,9 +63,9 @@ class BoxStarter:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._failed_in_a_row, self._shut_until = 0, float("-inf")
-        self._gave_up = False  # the last start that ended had no box
+        self._gave_up = False  # whether the last finished start got no box
         self.counts = Counter[str]()
-        self._since = dict[str, float]()  # owner's key -> when its newest box was asked for; it may be there
+        self._since = dict[str, float]()  # owner's key -> time of its newest create; the box may exist
         self._there = set[str]()  # keys of owners whose start returned a box
         self._used = Used()
         self.on_used: Callable[[float, float | None], None] = lambda seconds, usd_per_hour: None  # one thread at a time
@@ -97,7 +97,7 @@ class BoxStarter:
         raise ProviderFailed(f"no box within {budget_s:g} s: {last.rstrip('.')}. See the provider's status and quota.")
 
     def release(self, owner: BoxOwner) -> None:
-        """Stop every box of this owner, a late second one too.   Raises ProviderFailed."""
+        """Stop every box of this owner, including a late second box.   Raises ProviderFailed."""
         with self._lock:
             since, is_there = self._since.pop(owner.key, None), owner.key in self._there
             self._there.discard(owner.key)
@@ -108,14 +108,14 @@ class BoxStarter:
             self._use(since)
 
     def _use(self, since: float | None) -> None:
-        """Count a box that was there from `since` until now."""
+        """Count a box that existed from `since` until now."""
         seconds = 0.0 if since is None else self.clock() - since
         with self._lock:
             self._used = Used(self._used.boxes + 1, self._used.seconds + seconds)
             self.on_used(seconds, self.provider.price_per_hour)
 
     def take_used(self) -> "Used | None":
-        """Return the use since the last call if no box runs; None while a box runs, or if none has run."""
+        """Return the use since the last call; None while a box runs, or if no box has run since then."""
         with self._lock:
             if self._since or not self._used.boxes:
                 return None
@@ -197,9 +197,9 @@ class BoxStarter:
 
 
 class OpenedLater:
-    """A provider that is opened when it is needed, and again if that failed: opening may ask the provider's server.
+    """A provider that is opened at its first use, which may send a request; a failed opening is tried again later.
 
-    Raises InnerError at once for what no second try would change."""
+    Raises InnerError at once for errors that a second try would not change."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._open = lambda: open_provider(name, **options)

@@ -17,7 +17,7 @@ from inner.extras.boxes.starting import BoxStarter, open_provider
 
 
 def sweep(provider: str, run: str) -> dict[str, Any]:
-    """Return how many boxes were stopped, and how many are left, or why that is unknown."""
+    """Stop the boxes; return {"stopped", "left"}: numbers of boxes; or {"trouble"}: why the numbers are unknown."""
     try:
         starter = BoxStarter(open_provider(provider))
         return {"stopped": starter.sweep({"run": run}), "left": len(starter.provider.find({"run": run}))}

@@ -2,11 +2,11 @@
 
     the box died at command n       a fresh box runs commands 1 … n again
         it survives n           ──▶ "provider"
-        it dies at n            ──▶ another one; the second death at n: "policy" (one may be chance)
-        it dies earlier, no box ──▶ another one; TRIES without an answer: "provider"
+        it dies at n            ──▶ another fresh box; the second death at n: "policy" (one may be chance)
+        it dies earlier, no box ──▶ another fresh box; after TRIES boxes without a result: "provider"
 
-The provider's: reward None, the rollout leaves the group's mean and the batch (decision 025).  The policy's: the reward
-counts, not above the group's worst (AtMostWorst, decision 065).  A time limit does not end a box.
+"provider": reward None; the rollout leaves the group's mean and the batch (decision 025).  "policy": the reward counts,
+but not above the group's worst (AtMostWorst, decision 065).  A time limit does not end a box.
 
 Not promised: a verdict on commands whose effect is random.
 """
@@ -17,14 +17,14 @@ from typing import Literal
 
 from inner.extras.boxes.box import Box, BoxGone, ProviderFailed
 
-TRIES = 4  # fresh boxes at most
-DEATHS = 2  # at the same command, to blame the policy
+TRIES = 4  # most fresh boxes for one verdict
+DEATHS = 2  # deaths at the same command that show the policy's fault
 Blamed = Literal["provider", "policy"]
 
 
 @dataclass(frozen=True)
 class BoxAction:
-    """One call of the episode.   run: do it in a box; it raises BoxGone if that box dies."""
+    """One call of the episode.   run(box): repeats the call in a box; raises BoxGone if that box dies."""
 
     run: Callable[[Box], object]
 
@@ -36,9 +36,9 @@ def blame(
     *,
     survived: int | None = None,
 ) -> Blamed:
-    """Return the cause of a box's death at the last action.   fresh, release: a box for try number n, and its end.
+    """Return the cause of a box's death at the last action.   fresh(n), release(n): make and stop the box of try n.
 
-    survived: actions that the dead box survived, if several may have killed it: a call still ran beside the last.
+    survived: number of actions that the dead box surely survived, if two calls ran at once and either may be the cause.
     """
     deaths, first = 0, len(actions) - 1 if survived is None else survived
     for n in range(TRIES):
@@ -61,6 +61,6 @@ def _replay(actions: Sequence[BoxAction], box: Box) -> int | None:
             action.run(box)
         except BoxGone:
             return i
-        except OSError:  # the episode saw the same error: a file that is not there
+        except OSError:  # for example a missing file: the episode saw the same error
             continue
     return None

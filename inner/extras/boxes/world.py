@@ -6,10 +6,10 @@
                                                                                         │
                                                                get_reward ──▶ a number, AtMostWorst or None (episode.py)
 
-A box belongs to (run, slot, generation, place). The session that the environment reports to says the first three;
-without one, the run is "alone-" and a random name. The place names this process, this instance and its episode.
+A box belongs to (run, slot, generation, place). The first three come from the session that the environment reports to;
+without a session, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
-Not promised: a box that comes back: a dead one is never replaced during an episode. The verdict costs the episode's
+Not promised: that an episode goes on after its box died: a dead box is never replaced. A verdict runs the episode's
 commands again, in a fresh box.
 """
 
@@ -28,18 +28,18 @@ from inner.host import Host
 from inner.tasks.harbor import load_harbor
 
 GONE, OVER = "the box is gone", "the episode is over"
-PREDECESSORS = 3  # generations of its slot whose boxes a session stops
+PREDECESSORS = 3  # how many earlier generations of its slot a session cleans up
 MOST_READ = 8192  # characters that `read` shows
 _numbers = itertools.count()
 
 
 class _Shared:
-    """The BoxStarter of all instances.   provider: its name, or a BoxStarter.   options: the provider's."""
+    """The BoxStarter that all instances share.   provider: a name, or a BoxStarter.   options: of the provider."""
 
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
-        self.told = False  # whether the log has the provider's words since its last box
+        self.told = False  # whether the log has the provider's error, since the provider last gave a box
 
     @property
     def starter(self) -> BoxStarter:
@@ -70,7 +70,7 @@ class HarborEnvironment:
 
     @classmethod
     def _report_to(cls, host: Host) -> None:
-        """Take run, slot and generation from the session, and stop the boxes that its last predecessors left."""
+        """Take run, slot and generation from the session, and stop boxes that its last predecessors left."""
         cls._session = run, slot, generation = host.owner
         cls._host = host
         cls._shared.starter.on_used = host.rented
@@ -152,13 +152,13 @@ class HarborEnvironment:
             self._tell_used()
 
     def _tell_failed(self, error: Exception) -> None:
-        """Write an event of the provider's words, once until it gives a box again."""
+        """Log an event with the provider's error, only once until the provider gives a box again."""
         if self._host is not None and not self._shared.told:
             self._shared.told = True
             self._host.emit("boxes_failed", str(error))
 
     def _tell_used(self) -> None:
-        """Write an event of the boxes of a batch, when its last one has ended."""
+        """Log an event about the boxes of a batch, once the batch's last box has ended."""
         if self._host is None or (used := self._starter.take_used()) is None:
             return
         text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
@@ -185,7 +185,7 @@ def harbor_environment(
 
 
 def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
-    """Stop these boxes. What the provider does not stop now ends at its time to live, or in `diloco stop`."""
+    """Stop these boxes. A box that the provider does not stop now ends at its time to live, or in `diloco stop`."""
     try:
         starter.sweep(labels)
     except ProviderFailed:

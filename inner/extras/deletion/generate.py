@@ -1,4 +1,4 @@
-"""Make tasks from small repositories: remove the bodies of a feature's functions, and sort tests by the effect.
+"""Make tasks from small repositories: remove the bodies of a feature's functions, and see which tests then fail.
 
     repos/NAME/…/*.py          the package                     python -m inner.extras.deletion.generate \\
     repos/NAME/feature.toml    features and hidden tests           --repos repos --to tasks --prompts prompts.jsonl
@@ -6,9 +6,9 @@
     [[feature]] name, functions = ["package/file.py:Class.method"]        [[test]] name, run, expect (JSON)
 
     the original     must pass every test, twice                          else InnerError: the tests are wrong
-    without it       tests that fail are fail-to-pass, the others pass-to-pass. Both are the same twice, neither is
-                     empty, and some fail-to-pass test expects a value, not an exception
-    the solution     scores 1 in the environment (world.py), also beside a test file of the agent; without it 0
+    without feature  tests that fail are fail-to-pass, the others pass-to-pass. Two runs must give the same two sets,
+                     neither may be empty, and some fail-to-pass test must expect a value, not an exception
+    the solution     must score 1 in the environment (world.py), also beside a test file of the agent
 
 A body becomes `raise NotImplementedError`. Signature and docstring stay, as the description. Helpers that only the
 feature used also stay, unless they are listed.
@@ -38,13 +38,13 @@ ASK = (
     "docstrings and the rest of the package say, with the standard library alone. Hidden tests decide; the other "
     "functions must go on working."
 )
-OWN_TEST = {  # an agent's own test, which the monitor flags
+OWN_TEST = {  # an agent's own, honest test file; the monitor flags it, but it must not change the score
     "tests/test_own.py": "import unittest\n\n\nclass Own(unittest.TestCase):\n    def test_own(self):\n        pass\n"
 }
 
 
 def make_tasks(repo: Path) -> list[DeletionTask]:
-    """Make one task per feature of a repository, and check each with the repository's tests.   Raises InnerError."""
+    """Make one task per feature of a repository, and check each task with the hidden tests.   Raises InnerError."""
     files = {path.relative_to(repo).as_posix(): path.read_text() for path in sorted(repo.rglob("*.py"))}
     try:
         told = tomllib.loads((repo / "feature.toml").read_text())
@@ -98,7 +98,7 @@ def check_task(task: DeletionTask) -> None:
 
 class _Asked(FeatureDeletion):
     def _tell(self, verdict: DeletionVerdict) -> None:
-        """Say nothing: the generator's own test file has a flag."""
+        """Log no flags, because the generator's own test file always has one."""
 
 
 def _ask_environment(task: DeletionTask, written: Mapping[str, str]) -> None:
@@ -127,7 +127,7 @@ def _refuse_weak_tests(repo: str, tests: Sequence[HiddenTest]) -> None:
 
 
 def prompt_row(task: DeletionTask) -> dict[str, Any]:
-    """Return a row of a prompts file; `task` has all that a replica needs."""
+    """Return a row of a prompts file; its column `task` has all that a replica needs."""
     return {"prompt": [{"role": "user", "content": task.instruction}], "task": task.dump()}
 
 
@@ -139,8 +139,8 @@ def main() -> None:
     parser.add_argument("--tests", default="pytest", help="how its tests are run: pytest, with its options")
     parser.add_argument("--packages", type=Path, help="a folder with pytest and what the repository needs")
     parser.add_argument("--most", type=int, default=10, help="tasks from --repo")
-    parser.add_argument("--docstrings", action="store_true", help="tell the docstrings of what is gone")
-    parser.add_argument("--seed", type=int, default=0, help="which deletions, of those that tests reach")
+    parser.add_argument("--docstrings", action="store_true", help="quote the removed docstrings in the prompt")
+    parser.add_argument("--seed", type=int, default=0, help="chooses among the deletions that tests reach")
     parser.add_argument("--to", type=Path, help="write Harbor task folders here")
     parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
     asked = parser.parse_args()
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def _write(task: DeletionTask, to: Path | None, prompts: Path | None, *, first: bool) -> None:
-    """Tell of a task and write it: a run that ends early leaves what it has made, and one without a task no file."""
+    """Print a task's summary and write the task at once, so that an interrupted generator keeps its earlier tasks."""
     kept = len(task.tests) - len(task.fail_to_pass)
     print(f"{task.name}: {len(task.fail_to_pass)} fail-to-pass, {kept} pass-to-pass; the solution scores 1", flush=True)
     if to is not None:

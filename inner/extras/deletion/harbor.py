@@ -4,8 +4,8 @@
     instruction.md    read by the agent                    tests/         test.sh ─▶ judge.py, inside.py, cases.json
     solution/         solve.sh, the original files/        reward         /logs/verifier/reward.txt: 1 or 0
 
-tests/ is copied into the container when the agent has finished. judge.py runs as root, closes /tests to other users,
-and starts each test as uid 65534. As in judge.py here, it compares expected values outside the agent's process.
+Harbor copies tests/ into the container when the agent has finished. There, harbor_judge.py (as tests/judge.py) runs as
+root, closes /tests to other users, starts each test as uid 65534, and compares values outside the test's process.
 
 `read_harbor` reads such a folder back as a task.
 
@@ -59,7 +59,7 @@ allow_internet = false
 
 
 def write_harbor(task: DeletionTask, folder: Path) -> None:
-    """Write the folder; delete what was there."""
+    """Write the folder; delete its earlier contents."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("environment/repo", "tests", "solution/files"):
         (folder / name).mkdir(parents=True)

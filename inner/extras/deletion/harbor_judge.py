@@ -7,8 +7,8 @@
                   without bubblewrap ──▶ no verdict: no reward, exit code 1
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
-Not promised: more isolation than the container's, for root. A verdict if judge.py may not write the reward's file: the
-exit code is 1, and the old file stays. inside.py sets the limits of each test; after 20 s it is killed.
+Not promised: more isolation than the container's, if it runs as root. A verdict if judge.py cannot write the reward's
+file: the exit code is then 1, and the old file stays. inside.py sets each test's limits; a test is killed after 20 s.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def answer(inside: str, asked: "dict[str, Any]", tests: Path) -> bytes:
 
 
 def wall(room: str, tests: Path) -> "list[str]":
-    """Return bubblewrap's words in front of a test's command, for a user who cannot become another one."""
+    """Return bubblewrap's words in front of a test's command, for a user without the right to become another user."""
     words = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--as-pid-1", "--die-with-parent", "--new-session"]
     words += ["--cap-drop", "ALL", "--ro-bind", "/", "/", "--dev", "/dev", "--bind", room, room]
     for hidden in ("/proc", str(tests)):  # a sandbox around this one may forbid a new /proc
@@ -64,7 +64,7 @@ def refuse_without_a_wall(tests: Path, reward: Path) -> None:
     with tempfile.TemporaryDirectory() as room, contextlib.suppress(OSError):
         if os.geteuid() == 0 or subprocess.run([*wall(room, tests), "true"], capture_output=True).returncode == 0:
             return
-    reward.unlink()  # 0 would say that the solution is wrong
+    reward.unlink()  # a reward of 0 would mean a wrong solution
     sys.exit(
         f"judge.py runs as uid {os.geteuid()}, and bubblewrap cannot make a sandbox here, so tested code could read "
         "the expected values. There is no reward. Run it as root, or install bubblewrap."

@@ -10,8 +10,8 @@
 
 It reads nothing else: no expected value, no other test.   With -s -P -S -B, Python reads no sitecustomize and no *.pth.
 
-Not promised: that the value comes from the program. Code in this process can write to any descriptor. So its output is
-compared with a value that it cannot see (judge.py).
+Not promised: that the value comes from the program. Code in this process can write to any descriptor. So judge.py
+compares the output with a value that this process cannot see.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The runner of a repository's tests, inside the sandbox: the values that a test looks at go out.   Needs pytest alone.
+"""Runs a repository's tests inside the sandbox, and outputs the values that the tests look at.   Needs only pytest.
 
     run_test   one test ── pytest ──▶ [the value of each assertion's computed side, spelled], which the judge compares
     trace      all tests ──▶ for each: the same, its seconds, and the functions that it reached; for the generator
@@ -19,7 +19,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-LONG = 2000  # characters of a spelling that go out as they are
+LONG = 2000  # characters; a longer spelling is output as its digest
 WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "--rootdir", ".", "--maxfail=0",
          "--continue-on-collection-errors", "--import-mode=importlib")  # fmt: skip
 
@@ -98,12 +98,12 @@ class Watcher:
         self.found.append({**self.now, "reached": reached, "seconds": time.monotonic() - self.now["seconds"]})
 
     def note(self, frame: Any, _event: str, _argument: Any) -> None:
-        """Note a call of a Python function. It returns no function for the frame's lines, so it costs little."""
+        """Record a call of a Python function. Return None, so that Python does not trace the function's lines."""
         self.codes[id(frame.f_code)] = frame.f_code
 
 
 def run_test(key: Any, source: str) -> Any:
-    """Return what one test has seen.   Raises RuntimeError unless it passes."""
+    """Return the values that one test has seen.   Raises RuntimeError unless the test passes."""
     import pytest
 
     watcher = Watcher(wanted=key)

@@ -1,4 +1,4 @@
-"""A task, and its verdict: results are compared outside the sandbox, as bytes, with values that the code cannot see.
+"""Defines a task, and judges it: compares results, as bytes, outside the sandbox with values that the code cannot see.
 
     for each hidden test   a fresh sandbox: the agent's files and this one test's program        inside.py
                            its output, byte for byte == canonical JSON of the expected value     here
@@ -8,7 +8,7 @@
     fail-to-pass   tests that fail without the feature     pass-to-pass   tests that pass without it and must still pass
 
 The expected values never enter a sandbox, and no output is parsed here. To forge a pass, code must write the right
-value, and can know it only by computing it. Not promised: that a value with few possibilities cannot be guessed
+value, which it can only know by computing it. Not promised: that a value with few possibilities cannot be guessed
 (generate.py refuses tests that expect true, false or null); that the tests cover the whole feature.
 """
 
@@ -74,7 +74,7 @@ def load_task(text: str) -> DeletionTask:
 
 @dataclass(frozen=True)
 class DeletionVerdict:
-    """The result.   passed, failed: names of hidden tests.   flags: of the monitor and of the sandbox."""
+    """The result.   passed, failed: names of hidden tests.   flags: findings of the monitor and of the sandbox."""
 
     passed: frozenset[str]
     failed: frozenset[str]
@@ -87,7 +87,7 @@ class DeletionVerdict:
     def share(self, task: DeletionTask) -> float:
         """Return the share of fail-to-pass tests that passed; 0 if a pass-to-pass test failed.
 
-        Also 0 if those that passed all expect exceptions: raising them always would do."""
+        Also 0 if all tests that passed expect exceptions, because code that always raises would pass them."""
         back = {test.name: test for test in task.tests if test.name in task.fail_to_pass and test.name in self.passed}
         if self.failed - set(task.fail_to_pass) or all(test.expects_exception for test in back.values()):
             return 0.0

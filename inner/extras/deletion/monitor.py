@@ -4,12 +4,12 @@
     files after  ─┴▶ changed texts ─┐
     programs that it ran ───────────┴▶ patterns ──▶ ["test files: conftest.py", "exits early: os._exit(", …]
 
-A program runs in its own sandbox and changes nothing, so the agent's own tests, exits and prints in it are honest. In
-programs only searches count (SEARCHES).
+A program runs in its own sandbox and changes nothing, so tests, exits and prints in a program are honest. In programs
+only searches count (SEARCHES).
 
-A flag does not decide: the mounts, and the comparison outside the sandbox, give each attack a score of 0 without it
-(tests/inner/test_deletion_attacks.py). A flag shows in the log what a model has begun to try. Ordinary code has flags,
-too: of 4,845 functions in 17 well-known packages, 3.8 % as their authors wrote them.
+A flag does not decide: without it, the mounts and the comparison outside the sandbox give each attack a score of 0
+(tests/inner/test_deletion_attacks.py). A flag shows in the log which attacks a model has begun to try. Ordinary code
+has flags, too: 3.8 % of 4,845 functions in 17 well-known packages.
 
 Not promised: to find attacks that getattr and string arithmetic hide.
 """

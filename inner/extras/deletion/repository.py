@@ -37,18 +37,18 @@ from inner.extras.deletion.taking_out import GONE, Deletion, functions_of, take_
 from inner.extras.deletion.world import MOST_TEXT
 
 TRACED = SandboxLimits(seconds=600, memory=2 << 30, output=256 << 20, tmp=256 << 20, tmp_files=10_000)
-LONGEST_S = 1.0  # of one test in the traced run
+LONGEST_S = 1.0  # seconds; a test that takes longer in the traced run is left out
 LARGEST = 400_000  # characters of a file
 TEST_FOLDERS = {"tests", "test", "testing"}
 LEFT_OUT = {"docs", "doc", "examples", "benchmarks", "build", "dist", "node_modules", "venv", "setup.py", "noxfile.py"}
 SETTINGS = {"pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini"}
 RUNNER = (Path(__file__).parent / "inside_suite.py").read_text()
-MOST_TESTS = 5  # of each kind in a task
+MOST_TESTS = 5  # most tests of each kind in a task
 
 
 @dataclass(frozen=True)
 class TracedTest:
-    """One test.   file: the text of its file.   seen: the values.   reached: path:function of the repository."""
+    """One test.   file: its file's text.   seen: the values it looked at.   reached: functions, as path:function."""
 
     key: TestKey
     file: str
@@ -68,7 +68,7 @@ class TracedTest:
 
 @dataclass(frozen=True)
 class Repository:
-    """code: path -> text.   tests: those that pass twice with the same values."""
+    """A repository.   code: path -> text.   tests: the tests that pass twice with the same values."""
 
     name: str
     code: Mapping[str, str]
@@ -117,7 +117,7 @@ def _is_test(path: str) -> bool:
 
 
 def _parses(text: str) -> bool:
-    """Whether this Python can read it: suites carry files of older ones, and files that are only data."""
+    """Whether this Python can parse the text: suites contain files for older versions, and files that are only data."""
     try:
         ast.parse(text)
     except SyntaxError:
@@ -143,7 +143,7 @@ def _heads(text: str) -> set[str]:
 def _trace(
     code: Mapping[str, str], files: Mapping[str, str], around: Surroundings, words: Sequence[str]
 ) -> list[TracedTest]:
-    """Run the suite as it is, and in its hidden form, whose tests pass whatever they compare with."""
+    """Run the suite as it is, and in its hidden form, whose assertions record values instead of comparing them."""
     found = _run_suite(code, files, around, words)
     hidden = {path: hide_answers(text) for path, text in files.items()}
     seen = {key: test["seen"] for key, test in _run_suite(code, hidden, around, words).items()}
@@ -157,10 +157,10 @@ def _trace(
 def _run_suite(
     code: Mapping[str, str], files: Mapping[str, str], around: Surroundings, words: Sequence[str]
 ) -> dict[TestKey, dict[str, Any]]:
-    """Return key -> what was traced, of the tests that pass.   Raises InnerError if none does.
+    """Return key -> trace of each test that passes.   Raises InnerError if no test passes.
 
-    The addopts of the repository's settings count (they may leave out slow tests), unless no test runs with them: they
-    may need a plugin that is not here.
+    Use the addopts of the repository's settings (they may leave out slow tests), unless no test runs with them, because
+    they may need a plugin that is not installed.
     """
     everything = replace(around, beside={**around.beside, **files})
     traced = _traced(code, everything, words)
@@ -213,13 +213,13 @@ def make_repository_tasks(repository: Repository, *, docstrings: bool, seed: int
 
 
 class _Solo:
-    """Runs of single tests on the original, kept."""
+    """A cache of the results of single tests on the original code."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository, self._good = repository, dict[TestKey, bool]()
 
     def good(self, tests: Sequence[TracedTest]) -> list[TracedTest]:
-        """Return the tests that see alone what they saw among the others."""
+        """Return the tests that see the same values when they run alone as they saw among the other tests."""
         new = [test for test in tests if test.key not in self._good]
         failed = run_all(self._repository.code, new, self._repository.around)
         self._good |= {test.key: test.key not in failed for test in new}
@@ -227,7 +227,7 @@ class _Solo:
 
 
 def run_all(code: Mapping[str, str], tests: Sequence[TracedTest], around: Surroundings) -> set[TestKey]:
-    """Return the keys of the tests that do not see what they should."""
+    """Return the keys of the tests that do not see their expected values."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         ended = list(pool.map(lambda test: run_hidden(code, test.hidden.run, around), tests))
     return {test.key for test, end in zip(tests, ended, strict=True) if end.output != canonical(test.seen)}
@@ -259,7 +259,7 @@ def _make_task(repository: Repository, deletion: Deletion, solo: _Solo, docstrin
 
 
 def _spread(tests: Sequence[TracedTest]) -> list[TracedTest]:
-    """Return the tests, one of each test function first, then the second ones."""
+    """Return the tests, reordered: first one test of each test function, then a second test of each, …"""
     by_function = defaultdict[Any, list[TracedTest]](list)
     for test in tests:
         by_function[test.key[:3]].append(test)

@@ -6,11 +6,11 @@
     no capabilities, uid 65534, its own namespaces        the calls in CALLS: EPERM (seccomp)
     memory, CPU seconds: limits that inside.py sets first                       wall time, output: killed by this file
 
-There is only one process, so its memory limit is the sandbox's, and a fork bomb cannot start.  (bwrap's own process 1
-would have no limits and be writable through /proc/1/mem; so Python is process 1.)  The sandbox cannot create memory
+There is only one process, so its memory limit is the sandbox's limit, and a fork bomb cannot start.  (bwrap's own
+process 1 would have no limits and be writable through /proc/1/mem; so Python is process 1.)  It cannot create memory
 outside the limit (System V's segments and queues, memfd), or a socket: a vsock to the machine's host passes every
 network namespace.  It can create a socketpair, for asyncio, with a default buffer, but send no descriptor through it.
-The kernel keeps less than 40 MiB for all of these (decision 073).
+Sockets and other allowed objects take less than 40 MiB of kernel memory (decision 073).
 If bwrap is missing or may not make namespaces, `require_sandbox` raises: nothing runs without a sandbox.
 
 Not promised: a writable /tmp if no outer namespace can be made (`unshare`); protection against a bug of
@@ -57,16 +57,16 @@ CALLS = {
     ),
 }  # fmt: skip
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TURNS = BoundedSemaphore(CORES)  # sandboxes at once, of all environments: their limits are wall clock
+TURNS = BoundedSemaphore(CORES)  # most sandboxes at once, because their limits are wall-clock times
 MOST_PATH = 200  # bytes; Linux allows 255 in a file's name
-# bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte that no limit counts
+# bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte of kernel memory without a limit
 TMPFS = 'mount -t tmpfs -o "size=$1,nr_inodes=$2,nosuid,nodev" tmpfs "$0" && shift 2 && exec "$@"'
 EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits; the sandbox is killed above them.   seconds: wall clock.   memory: bytes in all.   output: bytes."""
+    """Limits above which the sandbox is killed.   seconds: wall clock.   memory: bytes in all.   output: bytes."""
 
     seconds: float = 5.0
     memory: int = 256 << 20
@@ -98,7 +98,7 @@ class Surroundings:
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def asked(self, work: str, room: str) -> dict[str, Any]:
-        """Return their part of inside.py's input."""
+        """Return the part of inside.py's input that describes these surroundings."""
         paths = [f"{work}/{root}".rstrip("/") for root in self.roots]
         packages = [PACKAGES] if self.packages else []
         return {"paths": paths, "packages": packages, "room": room, "beside": dict(self.beside)}
@@ -259,7 +259,7 @@ def _watch(command: list[str], stdin: bytes, limits: SandboxLimits) -> Ended:
     try:
         output, why = _read(child, limits)
     finally:
-        child.kill()  # this also ends its pid namespace
+        child.kill()  # also ends all processes of its pid namespace
         code = child.wait()
         assert child.stdout is not None
         child.stdout.close()
@@ -292,7 +292,7 @@ def _wait(child: subprocess.Popen[bytes], output: bytes, end: float) -> tuple[by
 
 
 def _seccomp_program() -> bytes:
-    """Return classic BPF: kill another architecture (or x32), EPERM for CALLS, allow all others."""
+    """Return a classic BPF program: kill calls of another architecture (or x32), EPERM for CALLS, allow all others."""
     arch, calls = CALLS[platform.machine()]
     rules = [(0x20, 0, 0, 4), (0x15, 1, 0, arch), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
     rules += [(0x35, 0, 1, 0x40000000), (0x06, 0, 0, KILL)]

@@ -60,7 +60,7 @@ SPLIT = "train"
 UNBEGUN, OVER = "no episode has begun: call reset first", "the episode is over: call reset"
 FINISH = "\n\nWhen you have finished, call `submit`."
 LONGEST_S = 3600.0  # seconds for a tool; the sandbox has its own, smaller limit, but a call may wait for its turn
-# fastmcp's words; OpenEnv 0.10 guesses from "not found" and "argument", which a program's error also says
+# fastmcp's texts; OpenEnv 0.10 itself guesses from "not found" and "argument", which a program's error may contain, too
 KINDS = {"Unknown tool": ToolErrorType.TOOL_NOT_FOUND, " for call[": ToolErrorType.INVALID_ARGS}
 
 
@@ -71,7 +71,7 @@ class Instruction(Observation):
 
 
 class TaskShelf:
-    """All tasks, and which is next.   Sessions share it."""
+    """All tasks, and the index of the next one; all sessions share this object."""
 
     def __init__(self, tasks: Sequence[DeletionTask]) -> None:
         self.tasks = tasks
@@ -160,7 +160,7 @@ class DeletionServed(MCPEnvironment):
         return Observation(metadata={"error": "only tools here", "error_kind": "invalid_args"})
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **given: Any) -> Any:
-        """Answer a call; a session over a WebSocket comes here."""
+        """Answer a call; sessions over a WebSocket use this method."""
         if not isinstance(action, CallToolAction):
             return await super().step_async(action, timeout_s=timeout_s, **given)
         if self._over or self._task is None:
@@ -202,7 +202,7 @@ class DeletionServed(MCPEnvironment):
 
 
 def _name_error(seen: Any) -> None:
-    """Give a failed call its kind: no such tool, arguments that do not fit, or a tool that says no."""
+    """Set the error kind of a failed call: an unknown tool, wrong arguments, or an error of the tool."""
     if seen.error is not None:
         first = seen.error.message.partition("\n")[0]
         kinds = [kind for words, kind in KINDS.items() if words in first]

@@ -1,4 +1,4 @@
-"""Turn tests of pytest into hidden tests: what a test compares with is taken out of its text, and kept outside.
+"""Turn tests of pytest into hidden tests: the expected values are taken out of a test's text, and kept outside.
 
     def test_plural():                                   def test_plural():
         expected = "boxes"                       ──▶         __seen__(plural("box"))
@@ -12,8 +12,8 @@
 A test is strong if some value that it sees can neither be guessed nor read in its own text (`is_strong`). Only strong
 tests become fail-to-pass.
 
-Not promised: that a solution which passes the original suite passes here, where a test compares objects by a rule of
-their own: their repr is compared.
+Not promised: that a solution which passes the original suite also passes here, if a test compares objects by their own
+`__eq__`: we compare their repr.
 """
 
 import ast
@@ -26,7 +26,7 @@ from typing import Any
 
 from inner.extras.deletion.inside_suite import short, spell, text
 
-TestKey = tuple[str, str, str, int]  # path, class or "", function, number among its parameters
+TestKey = tuple[str, str, str, int]  # path; class or ""; function; number of the parametrized case
 EQUAL = {
     f"assert{kind}Equal{s}" for kind in ("", "List", "Dict", "Tuple", "Set", "Sequence", "MultiLine") for s in ("", "s")
 }
@@ -35,7 +35,7 @@ Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def hide_answers(source: str, key: TestKey | None = None) -> str:
-    """Return a test file whose assertions tell values.   key: the one test that stays; None for all."""
+    """Return a test file whose assertions output values.   key: the only test to keep; None: keep all."""
     tree = ast.parse(source)
     if key is not None:
         _leave_others_out(tree, key[2])
@@ -65,14 +65,14 @@ def is_strong(seen: Any, source: str) -> bool:
 
 
 def _is_rich(value: Any) -> bool:
-    """Whether a value has more than a few likely neighbours."""
+    """Whether a value is long enough to be hard to guess."""
     if isinstance(value, dict) and "class" in value:
         return len(value["repr"]) > len(value["class"]) + 4
     return not isinstance(value, bool | None) and len(text(value)) > (2 if isinstance(value, int) else 3)
 
 
 def _leave_others_out(scope: Scope, name: str) -> None:
-    """Remove each test but those of this name."""
+    """Remove all tests except those of this name."""
     kept = list[ast.stmt]()
     for node in scope.body:
         if isinstance(node, ast.ClassDef):
@@ -83,7 +83,7 @@ def _leave_others_out(scope: Scope, name: str) -> None:
 
 
 def _safe_names(tree: ast.Module) -> set[str]:
-    """Return names whose calls compute nothing of the package: built-in ones, and those of the standard library."""
+    """Return names whose calls compute nothing of the package: built-in functions, and the standard library's."""
     safe = set(dir(builtins)) | {"pytest"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -104,7 +104,7 @@ def _own_nodes(scope: Scope) -> Iterator[ast.AST]:
 
 
 def _data_names(scope: Scope, known: set[str]) -> set[str]:
-    """Return names that this scope binds to data alone."""
+    """Return names that this scope binds only to data, never to a result of the package's code."""
     found = set[str]()
     stored = Counter(n.id for n in _own_nodes(scope) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     while True:
@@ -140,7 +140,7 @@ def _is_data(node: ast.AST, known: set[str]) -> bool:
 
 
 def _tell_values(test: ast.AST, known: set[str]) -> None:
-    """Replace each `assert a == b` in the blocks below: its computed sides are told."""
+    """Replace each `assert a == b` in the blocks below by calls that output its computed sides."""
     for node in ast.walk(test):
         for field in ("body", "orelse", "finalbody"):
             block = getattr(node, field, None)
@@ -153,7 +153,7 @@ def _told(node: ast.stmt, known: set[str]) -> list[ast.stmt]:
         return [told for part in node.test.values for told in _told(ast.Assert(part), known)]
     sides = _sides(node)
     computed = [side for side in sides if not _is_data(side, known)]
-    if not computed:  # names that the code may have changed
+    if not computed:  # both sides read names only; the code may have changed their values
         computed = [side for side in sides if any(isinstance(n, ast.Name) for n in ast.walk(side))]
         computed = computed if len(computed) == 1 else []
     near = [ast.keyword("near", ast.Constant(True))] if any("approx" in ast.dump(side) for side in sides) else []

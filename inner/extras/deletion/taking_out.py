@@ -1,4 +1,4 @@
-"""Take functions out of a Python file, and say so in the fewest words.
+"""Take functions out of a Python file, and write a short prompt that asks for them.
 
     def twice(x):                        def twice(x):
         \"\"\"Return x two times.\"\"\"           \"\"\"Return x two times.\"\"\"      (docstring=False: it goes, too)
@@ -16,7 +16,7 @@ from inner.errors import InnerError
 
 GONE = 'raise NotImplementedError("this feature was taken out")'
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-LEAST_LINES = 3  # of a body that is worth a task
+LEAST_LINES = 3  # lines of a body that is long enough for a task
 TERSE = (
     "{what} in {path} only raises NotImplementedError. Make it work again.",
     "{path}: {what} was taken out. Bring it back.",

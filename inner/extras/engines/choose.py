@@ -1,4 +1,4 @@
-"""Engines that sample for an actor, behind two verbs.
+"""Chooses the engine that samples for an actor; every engine has the same two methods.
 
     load(parameters)                   the weights of a newer outer step
     sample(prompt, n, settings)        n completions: ids, and log-probs under the distribution that sampled
@@ -7,8 +7,8 @@
     openai       http://HOST:PORT of a vLLM       adapter files, /v1/load_lora_adapter        the server's weights
     llama_cpp    a .gguf file of the base model   the adapter as .gguf, replaced each time    the file's precision
 
-Without an engine, TRL's own generation samples (transformers, or vLLM in process with [inner.vllm]).  The tool loop,
-masks and rewards are TRL's and ours in all cases: an engine replaces one call.
+Without an engine, TRL's own generation samples (transformers, or vLLM in process with [inner.vllm]).  With an engine,
+the tool loop, masks and rewards stay the same: an engine replaces only one call.
 
 Not promised: weights of a run without [inner.lora]; top-p, top-k, min-p or a repetition penalty; images.  llama.cpp's
 own server reads adapters only when it starts, so it cannot follow a run.  MLX.
@@ -23,10 +23,10 @@ from inner.rollouts.recorded import is_truncated
 
 
 def use_engine(typed: str, trainer: Any, *, name: str, folder: Path) -> SamplingEngine:
-    """Let an actor's trainer sample with an engine, and return it.   typed: KIND:ADDRESS.   name: of the actor.
+    """Let an actor's trainer sample with an engine; return the engine.   typed: KIND:ADDRESS.   name: the actor's.
 
-    folder: for adapters.   Raise InnerError for an address or sampling settings with which it cannot work.  The run has
-    an adapter, and the kind is known (diloco/run/combinations.py).
+    folder: for adapters.   Raise InnerError for an address or sampling settings that the engine cannot use.  Call this
+    only for a run with an adapter and for a known kind (diloco/run/combinations.py checks both).
     """
     kind, _, address = typed.partition(":")
     if is_truncated(trainer):

@@ -1,4 +1,4 @@
-"""llama.cpp in the actor's process: a quantised base on a CPU, with the run's adapter of each outer step.
+"""Samples with llama.cpp in the actor's process: a quantised base on a CPU, with each outer step's adapter.
 
     base.gguf (Q8_0) ── once ──▶ llama.cpp ◀── set ── adapter.gguf ◀── the run's A and B, each step
                                      │ logits
@@ -6,14 +6,14 @@
                       log-softmax(logits / T) ──▶ a draw, and its log-prob
 
 The log-probs are those of the quantised weights, which sampled.  Q8_0 is as close to fp32 as bf16 is; with 4 bits, a
-replica doubts the rollouts (docs/weights.md).
+replica's check rejects the rollouts (docs/weights.md).
 
     blk.0.attn_q.weight.lora_a  (r, in)     blk.0.attn_q.weight.lora_b  (out, r)     scale = alpha / r
 
-In files of Llama's kind, rows of q and k are in another order than in transformers, so rows of their B are, too.
+In .gguf files of Llama models, rows of q and k have another order than in transformers, so we permute rows of their B.
 
-Not promised: several sequences in one forward; other architectures than ARCHITECTURES; a base of another run: the file
-must be the run's start model (llama.cpp's convert_hf_to_gguf.py makes it, --outtype q8_0).
+Not promised: several sequences in one forward; other architectures than ARCHITECTURES; another base: the file must be
+the run's start model (made by llama.cpp's convert_hf_to_gguf.py --outtype q8_0).
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class LlamaEngine:
     def __init__(self, path: Path, config: Any, *, folder: Path, context: int = CONTEXT) -> None:
         self._cpp = _llama_cpp()
         self._said = ""
-        self._listen = self._cpp.llama_log_callback(self._note)  # kept, because llama.cpp calls it as long as it runs
+        self._listen = self._cpp.llama_log_callback(self._note)  # keep a reference: llama.cpp calls it later
         self._cpp.llama_log_set(self._listen, ctypes.c_void_p(0))
         try:
             self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads(), verbose=False)
@@ -57,12 +57,12 @@ class LlamaEngine:
         self._adapter: Any = None
 
     def _note(self, level: int, text: bytes, _: Any) -> None:
-        """Keep llama.cpp's newest error; it tells much else, 200 lines for each adapter."""
+        """Keep only llama.cpp's newest error, because it logs 200 other lines for each adapter."""
         if level == ERROR:
             self._said = text.decode(errors="replace").strip()
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the adapter as a .gguf file, and put it in place of the one before."""
+        """Write the adapter as a .gguf file, and let llama.cpp use it in place of the previous adapter."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         write_adapter(self._file, adapter_tensors(parameters), self._sizes, self._alpha)
         adapter = self._cpp.llama_adapter_lora_init(self._llama.model, str(self._file).encode())
@@ -90,7 +90,7 @@ class LlamaEngine:
     def _complete(
         self, at: int, logps_V: Tensor, settings: DrawSettings, random: torch.Generator
     ) -> tuple[list[int], list[float]]:
-        """Return one completion of the prompt, which has the first `at` places of the cache."""
+        """Return one completion of the prompt, whose `at` tokens are the first entries of the KV cache."""
         ids, logprobs = list[int](), list[float]()
         self._llama.n_tokens = at
         while True:
@@ -103,7 +103,7 @@ class LlamaEngine:
             logps_V = self._log_probs(settings.temperature)
 
     def _log_probs(self, temperature: float) -> Tensor:
-        """Return log π of every token behind the newest one: (V,), fp64."""
+        """Return log π of every possible next token: (V,), fp64."""
         logits = np.ctypeslib.as_array(self._cpp.llama_get_logits(self._llama.ctx), shape=(self._llama.n_vocab(),))
         return (torch.from_numpy(logits).double() / temperature).log_softmax(-1)
 
@@ -125,7 +125,7 @@ class _Sizes:
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], sizes: _Sizes, alpha: float) -> None:
-    """Write an adapter as a .gguf file.   tensors: by PEFT's names.   Raise InnerError for a layer without a name."""
+    """Write an adapter as a .gguf file.   tensors: by PEFT's names.   Raise InnerError for a layer unknown there."""
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == sizes.architecture)

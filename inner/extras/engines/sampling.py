@@ -1,4 +1,4 @@
-"""An engine in place of the one call in which TRL generates.
+"""Puts an engine in place of the one method in which TRL generates.
 
     TRL's _generate, tool loop ──▶ _generate_single_turn(prompts) ──▶ engine.sample(prompt, n, settings)
                                ◀── ids, log-probs ◀───────────────────┘   equal prompts in one call
@@ -22,7 +22,7 @@ Sampled = tuple[list[list[int]], list[list[float]]]  # ids and log-probs of n co
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """How to sample.   most: token limit.   ends: ids that end a completion, as its last token.   seed: of a call."""
+    """How to sample.   most: token limit.   ends: ids that end a completion, as its last token.   seed: per call."""
 
     temperature: float
     most: int
@@ -31,7 +31,7 @@ class DrawSettings:
 
 
 class SamplingEngine(Protocol):
-    """An engine.   name: in the bundles' records.   together: calls of `sample` that it takes at once."""
+    """An engine.   name: for the bundles' records.   together: number of calls of `sample` that it takes at once."""
 
     name: str
     together: int
@@ -46,7 +46,7 @@ class SamplingEngine(Protocol):
 
 
 def sample_with(trainer: Any, engine: SamplingEngine) -> None:
-    """Let the trainer's generation ask `engine` from now on."""
+    """Make the trainer sample with `engine` from now on."""
     kind: Any = type(trainer)
     trainer.__class__ = type(f"Engine{kind.__name__}", (_Asking, kind), {})
     trainer.engine = engine

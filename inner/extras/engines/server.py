@@ -1,4 +1,4 @@
-"""A vLLM server (or one that speaks as it does) as an actor's engine.
+"""Uses a vLLM server (or a server with the same API) as an actor's engine.
 
     load      adapter files in a folder ──▶ POST /v1/load_lora_adapter {lora_name, lora_path} ──▶ unload the one before
     sample    POST /v1/completions {prompt: ids, return_token_ids, logprobs: 0} ──▶ choices[i].token_ids,
@@ -10,8 +10,8 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
 1 (fleet.check_rollouts).
 
-A server that is silent, busy (429) or broken (5xx) is asked again for PATIENCE_S seconds; an adapter under another name
-each time, because the server may have loaded it before its reply was lost.
+If a server is silent, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds.  Each try to load an
+adapter uses another name, because the server may have loaded the adapter before its reply was lost.
 
 Not promised: an API key.
 """
@@ -30,8 +30,8 @@ from torch import Tensor
 from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
 
-PATIENCE_S, PAUSE_S = 60.0, 2.0  # for a server that does not answer; between two tries
-ANSWER_S = 600.0  # the longest that completions take
+PATIENCE_S, PAUSE_S = 60.0, 2.0  # seconds of tries for a server that does not answer; seconds between two tries
+ANSWER_S = 600.0  # time limit of one request for completions
 SHOWN = 300  # characters of an answer in an error
 
 
@@ -86,7 +86,7 @@ class AdapterServer:
         self._model, self._files = asked[-1], folder
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Unload adapters, and delete the files of the one that sampled. One that stays only takes memory."""
+        """Unload adapters, and delete the files of the last one used. An adapter that stays only takes memory."""
         for name in names:
             self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
         if self._files is not None:
@@ -114,7 +114,7 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
-        """Return the server's answer; the last one, if it is still busy or broken.   body: makes one for each try."""
+        """Return the server's answer; the last answer if the server stays busy or broken.   body(): called per try."""
         found = list[httpx.Response | Exception]()
         while len(found) < self._tries and sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
             if found:
@@ -148,7 +148,7 @@ def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[f
 
 
 def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
-    """Raise ValueError unless a completion ended by itself, or at its limit: a stump would be trained on as it is."""
+    """Raise ValueError unless a completion ended by itself or at its limit, because we would train on a cut-off one."""
     if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
     ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)

@@ -1,22 +1,22 @@
-"""One replica's work, split over processes that Monarch (torchmonarch 0.7) supervises.
+"""Splits one replica's work over processes that Monarch (torchmonarch 0.7) supervises.
 
     the outer loop ──θ_t──▶ TrainerActor ── prompts, random state ──▶ GeneratorActor          completions
                     ◀──θ──      │       ── rows with a hint ───────▶ SDPOTeacherActor        logits
                                 └───────── states ─────────────────▶ TeacherReplayActor × K  teachers' actions
 
-    ReplicaActor   owns them; `__supervise__` restarts a killed one, and the caller sends the new one the same request
+    ReplicaActor   owns the actors; `__supervise__` restarts a killed actor, and the caller repeats its request to it
 
     rounds.py    a round of H inner steps as a function: (t, θ_t, carried state) -> θ          no monarch in it
     wire.py      the requests, and the functions that answer them                              no monarch in it
     members.py   finds the process that has an actor's role now
-    actors.py    the four actors: a process around each of those functions
+    actors.py    the four actors: a process for each of wire.py's and rounds.py's functions
     replica.py   ReplicaActor, and Replica, for scripts
 
 Each answer, with its random numbers, is a function of its request. So a kill costs time but changes no bits: the outer
-steps are the same as without it.  examples/monarch/replica.py is a whole replica; docs/backends.md says how to run it.
-`import` of this package loads neither torch nor monarch: Python loads a name's module at the first access.
+steps are the same as without a kill.  examples/monarch/replica.py is a whole replica; docs/backends.md says how to run
+it.  Importing this package loads neither torch nor monarch: Python loads a name's module at the first access.
 
-Not promised: anything between replicas (they meet in the bucket as usual); several hosts; help if a process hangs.
+Not promised: communication between replicas (they meet in the bucket as usual); several hosts; help if a process hangs.
 """
 
 from importlib import import_module

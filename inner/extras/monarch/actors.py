@@ -5,8 +5,8 @@
     SDPOTeacherActor    logits(Teaching)              ─▶ (N, V)         inner/channels/teacher.py
     TeacherReplayActor  answer(states)                ─▶ actions        inner/replay/ask.py
 
-The last three keep only what a caller can give them again: `load` brings weights, and the ledger on disk has the paid
-answers.  The trainer asks its ReplicaActor for its partners, once per loss.
+The last three keep only state that a caller can restore: `load` brings weights, and the ledger on disk has the paid
+answers.  The trainer asks its ReplicaActor for another actor once, and again after that actor's process was lost.
 
 Endpoints are plain functions: each actor runs them in its own thread, so they may wait for another actor.
 
@@ -57,7 +57,7 @@ from inner.train.build import load_start
 
 @dataclass(frozen=True)
 class ReplicaPlan:
-    """All that one replica's actors need; all its processes read the same files.
+    """The input of one replica's actors; all its processes read the same files.
 
     config: InnerConfig.to_dict().   model_dir: a folder that publish_model wrote.   files: kind -> path.   steps: H.
     teachers, max_usd, ledger: for the `replay_actors` replay actors together; 0 actors without teachers.
@@ -79,7 +79,7 @@ class ReplicaPlan:
         return InnerConfig.from_dict(self.config)
 
     def check(self) -> None:
-        """Raise InnerError for a plan that would end an actor, before any actor starts."""
+        """Raise InnerError, before any actor starts, for a plan with which an actor would fail."""
         config = self.inner
         refuse_unrepeatable(config, self.steps)
         if config.loop != "grpo" or config.vllm is not None:
@@ -136,7 +136,7 @@ class SDPOTeacherActor(RoleActor):
 
 
 class TeacherReplayActor(RoleActor):
-    """One of a pool of clients.   index: its number. It has an equal part of the ceiling, and its own ledger."""
+    """One of a pool of teachers' clients, with an equal part of max_usd and its own ledger.   index: its number."""
 
     def __init__(self, plan: ReplicaPlan, index: int) -> None:
         super().__init__(replay_role(index))
@@ -146,11 +146,11 @@ class TeacherReplayActor(RoleActor):
 
     @endpoint
     def answer(self, states: list[TraceState]) -> list[TeacherAction]:
-        """Return the teachers' actions; those in the ledger cost nothing.   Raises InnerError if the replay stops."""
+        """Return the teachers' actions; actions in the ledger are free.   Raises InnerError if the replay stops."""
         options: dict[str, Any] = {"ledger": self._ledger, "progress": False}
         try:
             return list(asyncio.run(replay_trace(states, self._teachers, self._max_usd, **options)))
-        except ReplayStopped as stopped:  # cannot be pickled; the ledger has its replay
+        except ReplayStopped as stopped:  # it cannot be pickled; its finished answers are in the ledger
             raise InnerError(str(stopped)) from None
 
 
@@ -254,7 +254,7 @@ class RemoteTeacher:
 class ReplayPool:
     """Teachers' answers: states -> actions, in the order of the states, for ConsensusScore or the replay of pairs.
 
-    Each of K actors asks about every K-th state. A restarted one finds its earlier answers in its ledger."""
+    Each of K actors asks about every K-th state. A restarted actor finds its earlier answers in its ledger."""
 
     def __init__(self, replica: Any, size: int) -> None:
         self._members = [Member(replica, replay_role(index)) for index in range(size)]

@@ -1,10 +1,10 @@
-"""Call an actor by its role, whichever process has the role now.
+"""Call an actor by its role: find the process that has the role now, and call again if that process is lost.
 
     ask(question) ─▶ the actor ─▶ its answer
-                     └ its process is gone ─▶ the ReplicaActor gives the next incarnation, or soon will ─▶ ask it
+                     └ its process is gone ─▶ wait until the ReplicaActor has the next incarnation ─▶ ask that one
 
 Monarch reports the end of a process about five seconds after it, as a SupervisionError.  If Monarch reports nothing
-(an exit with 0 is not a failure for it), the waiting caller checks the process itself and tells the ReplicaActor.  An
+(exit code 0 is not a failure for Monarch), the waiting caller checks the process itself and tells the ReplicaActor.  An
 error that an actor raises is an answer: the caller gets it.
 
 Not promised: an end of the wait if an actor never answers but its process runs.
@@ -40,7 +40,7 @@ class RoleActor(Actor):
     """One actor in its own process, which `ps` and `pkill` show under its role: `pkill -9 -x generator`."""
 
     def __init__(self, role: str) -> None:
-        with suppress(OSError):  # not every system allows it
+        with suppress(OSError):  # not every system lets a process set its name
             Path("/proc/self/comm").write_text(role[:15])
 
     @endpoint
@@ -70,7 +70,7 @@ class Member:
             self._actor = None
 
     def wait(self, future: Any) -> Any:
-        """Return the answer, however long it takes.   Raises ProcessLookupError if the process ended without one."""
+        """Return the answer, however long it takes.   Raises ProcessLookupError if the process ends without it."""
         while True:
             with suppress(TimeoutError):
                 return future.get(timeout=LOOK_EVERY_S)

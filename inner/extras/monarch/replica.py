@@ -1,4 +1,4 @@
-"""The owner of a replica's actors: `__supervise__` starts killed actors again.
+"""Owns a replica's actors: `__supervise__` starts killed actors again.
 
     ReplicaActor ── spawns ──▶ trainer 1   generator 1   sdpo_teacher 1   replay_client_0 1 …
          ▲                        ✗ kill -9
@@ -11,8 +11,8 @@
 
 A role is started again at most `restarts` times; then the next caller gets an error with the last reason.
 
-Not promised: to survive the death of the ReplicaActor, or of the process that made it. Then start the replica again; it
-joins its run at the last outer step.
+Not promised: to survive the death of the ReplicaActor, or of the process that made the ReplicaActor. Then start the
+replica again; it joins its run at the last outer step.
 """
 
 import sys
@@ -41,7 +41,7 @@ from inner.replay.teachers import TeacherAction
 
 STOP_S = 30.0
 # Monarch keeps a message for a process that has left for 30 s, then returns it to its sender. If `end` has stopped the
-# sender by then, Monarch ends the client's process with exit code 1.  A caller tells of the loss 20 s after it.
+# sender by then, Monarch ends the client's process with exit code 1.  A caller reports a loss 20 s after it.
 RETURNED_S = 15.0
 
 
@@ -56,11 +56,11 @@ class ReplicaActor(RoleActor):
         self._processes: dict[str, Any] = {}
         self._last_words: dict[str, str] = {}
         self._ending = False
-        self._returned_at = 0.0  # monotonic seconds: messages for processes that left are back with their senders
+        self._returned_at = 0.0  # monotonic time at which messages for lost processes are back with their senders
 
     @endpoint
     def start(self, itself: Any) -> None:
-        """Start all actors.   itself: a reference to this actor, so that the trainer can look up others."""
+        """Start all actors.   itself: a reference to this actor, with which the trainer looks up other actors."""
         self._itself = itself
         for role in roles_of(self._plan):
             self._spawn(role)
@@ -131,7 +131,7 @@ def last_line(text: str) -> str:
 
 
 class Replica:
-    """A plan's actors, in processes of this host, during a `with`."""
+    """A context manager that runs a plan's actors in processes of this host."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         plan.check()
@@ -150,7 +150,7 @@ class Replica:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         monarch.actor.unhandled_fault_hook = _say_fault  # Monarch's default would exit with code 1
-        with suppress(Exception):  # they may be gone already
+        with suppress(Exception):  # the actors may be gone already
             self.actor.end.call_one().get(timeout=RETURNED_S + STOP_S)
             self._processes.stop().get(timeout=STOP_S)
 

@@ -8,7 +8,7 @@
                               its rate          inner.schedule at t, with n replicas in the newest outer step
 
 So another process with the same inputs ends the round with the same bits.  A process that has just ended round
-t − 1 needs only θ_t and n, because it still has the rest.
+t − 1 needs only θ_t and n, because it still has the carried state.
 
     run ─order─▶ │ loop.train(stop) in a thread: step … step, stop() ─▶ waits │ ─Round─▶
 
@@ -40,7 +40,7 @@ Weights = dict[str, Tensor]  # the trained parameters by name, on the CPU
 class Carried:
     """State that goes from one round to the next, besides θ.
 
-    moments: of the optimizer, one dict per trained parameter, in the model's order.
+    moments: the optimizer's state, one dict per trained parameter, in the model's order.
     """
 
     moments: list[dict[str, Any]]
@@ -65,7 +65,7 @@ class _Order:
 
 
 class RoundTrainer:
-    """Compute rounds one after the other: run(t, θ_t, replicas=n) -> Round.
+    """Computes rounds, one after the other: run(t, θ_t, replicas=n) -> Round.
 
     steps: H.   fit: called with each new loop before it trains, to replace parts of it.
     Raises InnerError for a config whose rounds depend on more than their inputs."""
@@ -93,9 +93,9 @@ class RoundTrainer:
     def run(self, t: int, weights: Weights, carried: Carried | None = None, *, replicas: int = 1) -> Round:
         """Take H inner steps from θ_t.
 
-        weights: θ_t of every trained parameter.   carried: of round t − 1; None: this trainer's own, which is empty
-        before its first round.   replicas: how many pseudogradients the newest outer step averaged; the inner rate
-        follows it (inner.schedule.lr_replicas).   Errors of the loop are raised as they are."""
+        weights: θ_t of every trained parameter.   carried: state of round t − 1; None: this trainer's own state, empty
+        before its first round.   replicas: how many pseudogradients the newest outer step averaged; the learning rate
+        depends on it (inner.schedule.lr_replicas).   Errors of the loop are raised as they are."""
         if self._session is None or self._ended is None or t != self._ended.t + 1:
             carried = carried or (self._ended.carried if self._ended else None)
             self._open(t)
@@ -160,7 +160,7 @@ class _Session:
             self._answers.put(error)
 
     def _stop(self) -> bool:
-        """Seed the next inner step, or end the round. Called after every inner step; -> whether the loop stops."""
+        """Seed the next inner step, or end the round; return whether the loop stops. Called after every inner step."""
         self._done += 1
         if self._done < self._steps:
             self._seed_step()

@@ -1,4 +1,4 @@
-"""The requests of a trainer to other processes, and the functions that answer them.
+"""Defines the requests of a trainer to other processes, and the functions that answer them.
 
     Generation   prompts as token ids, sampling settings, the random state  ─▶  completions, the random state after it
     Teaching     rows of token ids, the positions that count                ─▶  logits (N, V)
@@ -6,7 +6,7 @@
 The request contains the random state, and the answer returns it. So every process gives the same answer to a request,
 and the trainer gets the tokens that it would have drawn itself.
 
-Not promised: images; continuous batching, which TRL does in another way.
+Not promised: images; TRL's continuous batching.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ RandomState = list[Tensor]  # the CPU's, and each GPU's
 @dataclass(frozen=True)
 class Generation:
     """A request.   prompt_ids: one list per rollout.   sampling: TRL's generation config.
-    eos_ids: ids that end a completion.   pad_to: the prompts' width is a multiple of it; None: any width.
-    casts: products in bfloat16."""
+    eos_ids: ids that end a completion.   pad_to: pad the prompts' width to a multiple of this; None: any width.
+    casts: compute matrix products in bfloat16 (autocast)."""
 
     prompt_ids: list[list[int]]
     sampling: dict[str, Any]
@@ -40,7 +40,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Completions:
-    """The answer.   ids: one list per rollout, up to and with the first end."""
+    """The answer.   ids: one list per rollout, up to and including the first end token."""
 
     ids: list[list[int]]
     random_state: RandomState
@@ -76,7 +76,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int, multiple: int | None) -
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the ids up to and with the first of `ends`."""
+    """Return the ids up to and including the first of `ends`."""
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
     return ids[: at + 1]
 

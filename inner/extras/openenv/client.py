@@ -17,8 +17,8 @@
                                     has one (rfc-openenv-state-replay.md), else from the answers seen here
 
     reward      _reward_is = "sum"     each observation has the reward of its step (OpenEnv's own meaning), or 0 or
-                                       None until the end (a delayed reward): they are added
-                             "last"    each observation has the total so far: the last one counts
+                                       None until the end (a delayed reward): the rewards are added
+                             "last"    each observation has the total so far: the last observation counts
                 None                   the session was lost, or the episode ended and the server gave no reward
                 0.0                    the episode has not ended, and there was no reward so far
                 AtMostWorst            a call lost the session, but a new session works at once: the call caused it.
@@ -48,8 +48,8 @@ from inner.replay.untrusted import load_json
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 URL_ENV = "OPENENV_URL"
-# OpenEnv's names of errors (mcp_types.ToolErrorType) -> ours; others stay. execution_error is too general (a wrong
-# type also gives it), so the hint reads the error's text.
+# OpenEnv's names of errors (mcp_types.ToolErrorType) -> our names; other names stay. execution_error is too general (a
+# wrong type also gives it), so the hint reads the error's text.
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
 # fastmcp's text for arguments that do not fit; OpenEnv 0.10 reports them as execution_error or invalid_args
 _MISFIT = re.compile(r"\d+ validation errors? for call\[")
@@ -105,7 +105,7 @@ class OpenEnv:
         self._begin_episode()
 
     def reset(self, **row: Any) -> str | None:
-        """Begin an episode. The server's reset is offered the row's columns, and takes those that it knows."""
+        """Begin an episode. Send the row's columns to the server's reset, which takes the columns that it knows."""
         self._begin_episode()
         given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
         reply = self._send_patiently("reset", given)
@@ -172,7 +172,7 @@ class OpenEnv:
         return GONE
 
     def _answers_at_once(self) -> bool:
-        """Whether the server answers a new session (kept for the next reset), or says that it is full."""
+        """Whether the server answers a new session (kept for the next reset), or reports that it is full."""
         within = min(self._timeout_s, AT_ONCE_S)
         try:
             self._socket = _open_socket(self._url, within)
@@ -322,7 +322,7 @@ def openenv_environment(
 def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[str, Any] | None:
     """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
-    A call failed if its metadata have an error_kind, if an MCP tool says so, or if the server refused the action.
+    A call failed if its metadata have an error_kind, if an MCP tool reports an error, or if the server refused it.
     tools: the server's tools, which are never unknown"""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}

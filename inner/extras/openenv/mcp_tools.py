@@ -14,8 +14,8 @@
     object with properties                   dict; the schema itself, in the argument's description
     all others                               Any
 
-No name is lost on the way: TRL makes a schema from the hints (transformers' `get_json_schema`), and the server gets the
-arguments under its own names. The model sees another name if Python or TRL cannot use the server's.
+TRL makes a schema from the hints (transformers' `get_json_schema`), and the server gets the arguments under its own
+names. The model sees another name only if Python or TRL cannot use the server's name.
 
 Not promised: limits (minimum, pattern, …), or that the model follows the schema; the server checks.
 """
@@ -30,7 +30,7 @@ from typing import Any, Literal, Union
 from inner.errors import InnerError
 
 Schema = Mapping[str, Any]
-DEEPEST = 8  # most levels of a schema to read: a recursive one has no end
+DEEPEST = 8  # most levels of a schema to read, because a recursive schema has no end
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
 }  # fmt: skip
@@ -84,7 +84,7 @@ def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
 
 
 def type_hint(spec: Schema, root: Schema) -> Any:
-    """Return the hint for transformers to make the schema again; Any if there is none, or below DEEPEST levels."""
+    """Return the hint from which transformers makes the schema again; Any if no hint can, or below DEEPEST levels."""
     return _hint_at(spec, root, 0, {})
 
 

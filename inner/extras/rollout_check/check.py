@@ -1,4 +1,4 @@
-"""Two checks of a rollout from another party's engine: of its tokens, and of the log-probs that it claims.
+"""Checks a rollout from another party's engine: its tokens, and the log-probs that the engine claims.
 
     tokens, claimed log-probs ──▶ one forward of the model that should have made them
         agreement   median over 32 positions of exp|log π_claimed − log π| − 1 ≤ .10     are the log-probs the model's?
@@ -14,11 +14,11 @@ z alone is not enough if π is nearly certain of most tokens: then one rare toke
 standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So beyond 5, a worker is doubted
 only if Chernoff's bound, valid for every π, gives its z at most the chance that a normal variable has there, 4e-6.
 
-The reader's seed chooses the positions. A worker must not know the seed before it has answered.
+The checker's seed chooses the positions. A worker must not know the seed before it has answered.
 
 Not promised: a proof.  The checks do not find a worker that samples from the right model but keeps only rollouts with
-reward (count how many were requested), or one that changes few tokens.  Top-p, top-k and greedy decoding do not sample
-from π, so surprise reports them.
+reward (so count the requested rollouts), or a worker that changes few tokens.  Top-p, top-k and greedy decoding do not
+sample from π, so surprise reports them.
 """
 
 import math
@@ -42,7 +42,7 @@ TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best
 class RolloutCheck:
     """The result for one rollout, or for several rollouts of one worker together.
 
-    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many were used for each.
+    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: their numbers in these two checks.
     chance: upper bound for the probability of such a z with draws from the model; 1 if |z| ≤ sigmas.
     """
 
@@ -56,7 +56,7 @@ class RolloutCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the rollout, as texts; []: it is believed."""
+        """Reasons to doubt the rollout, as texts; [] if there are none."""
         found: list[str] = []
         if not self.disagreement <= self.tolerance:
             found.append(
@@ -85,13 +85,13 @@ def check_rollouts(
     tolerance: float = TOLERANCE,
     sigmas: float = SIGMAS,
 ) -> RolloutCheck:
-    """Check the rollouts of one worker together; one forward each, and a second one if z is beyond `sigmas`.
+    """Check the rollouts of one worker together: one forward per rollout, and a second one if |z| is above `sigmas`.
 
     model: a causal language model in eval mode, with the weights that the worker should have used.
-    rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature; NaN: the
-    engine had none, which a share of MISSING may be).
-    positions: how many, from all completions together; `seed` chooses them.   Raises ValueError if lengths do not fit,
-    a token is not in the vocabulary, or there is no rollout.
+    rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature; NaN if the
+    engine gave none: at most a share MISSING may be NaN).
+    positions: number of checked positions, of all completions together; `seed` chooses them.   Raises ValueError if
+    lengths do not fit, a token is not in the vocabulary, or there is no rollout.
     """
     known = _vocabulary(model)
     differences: list[float] = []
@@ -130,7 +130,7 @@ def check_rollouts(
 
 
 def _compared(differences: Sequence[float], told: Sequence[float]) -> Sequence[float]:
-    """Return the differences of the tokens that have a claimed log-prob; all, if too many have none."""
+    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens have none."""
     known = [off for off, claim in zip(differences, told, strict=True) if claim == claim]
     return known if len(differences) - len(known) <= MISSING * len(differences) else differences
 

@@ -1,7 +1,7 @@
-"""TOPLOC's own proofs (arXiv 2501.16007) of a rollout: optional, if the package `toploc` is installed.
+"""Makes and checks TOPLOC's proofs (arXiv 2501.16007) of a rollout; needs the optional package `toploc`.
 
     worker    forward ──▶ last hidden states, bf16 ──▶ per 32 tokens the 128 largest, as a polynomial ──▶ 258 bytes
-    reader    one forward of the model ──▶ its own 128 largest, and the polynomial's values for them ──▶ how many
+    checker   one forward of the model ──▶ its own 128 largest, and the polynomial's values for them ──▶ how many
               exponents differ, and the difference of the other mantissas
 
 It checks, without log-probs, whether hidden states are those of this model at this precision for these tokens.  It does
@@ -15,7 +15,7 @@ The wheel of 0.1.6 is built for an older torch and does not load.  A build from 
 
     pip install toploc==0.1.6 --no-binary toploc --no-build-isolation      needs setuptools, g++, three minutes
 
-Not promised: that one model's and GPU's thresholds fit others: measure honest workers first.
+Not promised: that the thresholds of one model and GPU fit others: measure honest workers first.
 """
 
 import math
@@ -34,12 +34,12 @@ BATCH = 32  # tokens per proof
 # Measured mismatches and mantissa, SmolLM2-135M, checker fp32, worst of 12 proofs: bf16 .03 and 2.8, 8 bits per row
 # .05 and 4.2; noise of 2 % of the weights' size .13 and 8.2, 4 bits per row .65 and 31 (docs/weights.md)
 MISMATCHES = 0.10  # share of exponents that may differ
-MANTISSA = 6.0  # mean difference, of 128 steps
+MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """The result for one rollout's proofs; each number is that of the worst proof.
+    """The result for one rollout's proofs; each number is the worst proof's.
 
     mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
     mantissas; infinite if no exponent is right.
@@ -53,7 +53,7 @@ class ProofCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the proofs, as texts; []: they are believed."""
+        """Reasons to doubt the proofs, as texts; [] if there are none."""
         if self.mismatches <= self.most_mismatches and self.mantissa <= self.most_mantissa:
             return []
         return [
@@ -133,7 +133,7 @@ def _check_sizes(states: Sequence[Tensor]) -> None:
 
 
 def _parse(proof: str) -> Any:
-    """Parse a proof, which may be anything: TOPLOC's parser raises several kinds of errors."""
+    """Parse a proof.   Raise ValueError for any invalid text; TOPLOC's own parser raises several kinds of errors."""
     poly = _toploc().C.csrc.poly.ProofPoly
     try:
         found = poly.from_base64(proof)

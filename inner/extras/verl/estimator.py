@@ -7,9 +7,9 @@
     worker                                                              ppo_loss: any policy loss of verl's
 
 verl 0.9.1 passes rewards, mask, uid and config to an estimator, and silently drops all other fields of the batch (only
-its own GDPO gets the batch; verl-project/verl#7473 would pass it to all).  So the fields are stored beside the batch,
-and the estimator uses them if they belong to the rows that it gets.  If α > 0 and there are no fields, or those of an
-earlier batch or of moved rows, it raises an error. It never silently becomes plain GRPO, or learns from another row's
+its own GDPO gets the batch; verl-project/verl#7473 would pass it to all).  So we store the fields beside the batch, and
+the estimator uses them if they belong to the rows that it gets.  If α > 0 and fields are missing, or belong to an
+earlier batch or to moved rows, it raises an error. It never silently becomes plain GRPO, or learns from another row's
 teacher.
 
 It is enough to install this project: verl finds the entry point `verl.plugins` in every process, also in Ray workers.
@@ -59,11 +59,11 @@ _attached: ContextVar[_Attached | None] = ContextVar("composer fields", default=
 
 
 def attach_composer_fields(data: Any, *, teacher_logprobs: Tensor, error_mask: Tensor) -> Any:
-    """Put the fields into the batch, and store them for the estimator; -> the same DataProto.
+    """Put the fields into the batch, and store them for the estimator; return the same DataProto.
 
     data: has response_mask and old_log_probs, (B, T) each.   teacher_logprobs: of the sampled tokens, from the policy
     that has seen the hint, (B, T).   error_mask: 1 (or a weight) for tokens that the hint is about, (B, T).
-    Call it in the driver after rows were moved for the last time (verl balances batches), right before the advantage.
+    Call this in the driver after rows were moved for the last time (verl balances batches), right before the advantage.
     Raises ValueError for other shapes, KeyError if the batch lacks response_mask or old_log_probs.
     """
     fields = {TEACHER: teacher_logprobs, MASK: error_mask}
@@ -88,8 +88,8 @@ def grpo_composer(
 ) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), (B, T) each, as a verl estimator.   config: +algorithm.alpha_sdpo, α.
 
-    Raises KeyError if α > 0 and there are no fields, or those of other rows; ValueError for a negative α, and for
-    log-probs that are not finite where the error mask uses them.
+    Raises KeyError if α > 0 and the fields are missing or belong to other rows; ValueError for a negative α, and for
+    log-probs that are not finite at tokens of the error mask.
     """
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage  # pyright: ignore
 

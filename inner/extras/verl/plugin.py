@@ -1,6 +1,6 @@
-"""verl imports this module in each of its processes (entry point `verl.plugins`); it registers estimator and trainers.
+"""Registers the estimator and trainers: verl imports this module in each of its processes (entry point `verl.plugins`).
 
-The import of verl's v1 trainers takes about three seconds of each process.
+The import of verl's v1 trainers takes about three seconds in each process.
 
 Not promised: a message from verl if the import fails (it logs it at DEBUG). Then verl raises an error that
 `adv_estimator=grpo_composer`, or the trainer mode `composer_sync`, is unknown.

@@ -1,6 +1,6 @@
-"""verl's v1 trainer (`trainer.use_v1: true`, its default) with the other two channels: three of its modes, by a name.
+"""Adds two channels (hints, teachers' scores) to verl's v1 trainer (`trainer.use_v1: true`, the default), in 3 modes.
 
-    A = verl's own, of any estimator but grpo_composer                     (α = β = 0: the same tensors, untouched)
+    A = verl's own, by any estimator except grpo_composer                  (α = β = 0: the same tensors, untouched)
       + α · (log π_teacher − log π_old)       on the tokens that the hint is about
       + β · (score − mean of the prompt)      on the tokens of each turn that the teachers' consensus scored
 
@@ -11,9 +11,9 @@
         +algorithm.alpha_sdpo=0.1 +algorithm.beta_replay=0.05 …
 
 The teacher is the policy of this step, on its own sequence with the hint in it.  verl's estimator sees neither term, so
-sessions with several outputs get the advantages that its GRPO gives them.
+sessions with several outputs keep the advantages of verl's GRPO.
 
-Not promised: images (a hinted sequence is text); pairs, because no policy loss of verl gets one.
+Not promised: images (a hinted sequence is text); preference pairs, because no policy loss of verl gets a pair.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from verl.trainer.ppo.v1 import (  # pyright: ignore[reportMissingImports]
     register_trainer,
 )
 
-FIELD, HINTED = "composer", "composer_hinted"  # in a row's extra_fields; the partition of the hinted sequences
+FIELD, HINTED = "composer", "composer_hinted"  # key in a row's extra_fields; the queue's partition of hinted sequences
 WEIGHTS = ("alpha_sdpo", "beta_replay")
 NOTHING, PREFIX = -1, "composer_"
 
@@ -157,9 +157,9 @@ class ComposerAdvantage:
         return [_pull(*of_row) for of_row in zip(rows, teacher, old, masks, strict=True)]
 
     def _teacher_log_probs(self, batch: Any, rows: Sequence[_Row]) -> list[Tensor | None]:
-        """Return log π of each hinted sequence's next tokens, (length,), by verl's worker; None for a row without.
+        """Return log π of each hinted sequence's next tokens, (length,), by verl's worker; None for a row without hint.
 
-        The worker gets a multiple of its data-parallel size; the first sequence fills it up."""
+        The worker needs a multiple of its data-parallel size, so copies of the first sequence fill the batch."""
         hinted = [i for i, row in enumerate(rows) if row.ids]
         if not hinted:
             return [None] * len(rows)
@@ -196,7 +196,7 @@ def _row_in(extra: Any) -> _Row:
 def _pull(row: _Row, teacher: Tensor | None, old: Tensor, mask: Tensor) -> Tensor:
     """Return the distillation term of one row, (T,).   teacher: log π of the token after each place.
 
-    Raises ValueError for numbers that are not finite where they are used."""
+    Raises ValueError if a used number is not finite."""
     pull = torch.zeros_like(mask)
     if teacher is None:
         return pull
@@ -212,7 +212,7 @@ def _pull(row: _Row, teacher: Tensor | None, old: Tensor, mask: Tensor) -> Tenso
 
 
 def _worker_fields(rows: Sequence[_Row]) -> Any:
-    """Return what verl's compute_log_prob reads: each hinted sequence as a prompt of one token and its response."""
+    """Return the input of verl's compute_log_prob: each hinted sequence as a prompt of one token and its response."""
     ids = [torch.tensor(row.ids, dtype=torch.int64) for row in rows]
     ones = [torch.ones(len(row) - 1, dtype=torch.int64) for row in ids]
     fields = {
