@@ -22,8 +22,9 @@ from diloco.run.record import ModelRecord, Run, read_run
 from inner.models.naming import is_on_hub
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
+from rendezvous.agreement.chain import first_open_step, lost_record
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import GaveUp, StoreError
+from rendezvous.errors import GaveUp, RendezvousError
 from rendezvous.records.digests import SHA256, digest, required_digest_kind
 from rendezvous.records.records import new_nonce
 from rendezvous.store import PatientStore, Store, put_once
@@ -49,7 +50,7 @@ def publish(url: str) -> int:
     except (InnerError, ConfigError) as error:  # an error in the user's files or settings, not in the model
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
-    except (StoreError, OSError) as error:
+    except (RendezvousError, OSError) as error:
         if isinstance(error, OSError) and is_full(error):
             words = f"{full_disk_words(error, 'it')}; free some, then `diloco resume RUN`"
             print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
@@ -69,6 +70,8 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
             f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Repeat the command "
             f"that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
         )
+    if any(run.store.get(key) is not None for key in (layout.snapshot_key(0), layout.commit_key(0))):
+        raise lost_record(run.url, layout.MODEL_MANIFEST, first_open_step(run.store))  # other weights may be there now
     import inner
 
     with tempfile.TemporaryDirectory() as scratch:

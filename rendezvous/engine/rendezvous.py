@@ -173,6 +173,7 @@ class Rendezvous:
         refuse_lost_claim(self.store, self.members)  # otherwise it would write a new θ_0 to an emptied store
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
+        self.members.refuse_if_fenced()  # claims may be lost; the chain's fence stands
         self._committer.refuse_lower_quorum()
         if self.store.digests is not None:  # the run is under a key
             from rendezvous.agreement.forgotten import refuse_forgotten_steps
@@ -385,10 +386,10 @@ class Rendezvous:
         self._open_step(commit.t + 1)
         self._snapshots.note_commit(commit, self.state)
         self.idle_steps = self.idle_steps + 1 if all(o.zero for o in commit.fresh_offers) else 0
-        self.members.fenced_by = max(self.members.fenced_by, commit.fence.get(self.slot, 0))
 
     def _open_step(self, step: int) -> None:
         self.step = step
+        self.members.fenced_by = max(self.members.fenced_by, self.chain.fence_before(step).get(self.slot, 0))
         self.base = self._digests.base
         if self._threads is not None:
             self._digests.map = self._threads.map

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from diloco.model.export import export, state_at
-from diloco.model.publish import publish_model
+from diloco.model.publish import publish, publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
 from diloco.model.zeros import fetch_model_without_weights
 from diloco.process import exitcodes
@@ -395,6 +395,19 @@ def replace_every() -> Any:
     from tests.rendezvous.test_engine import RULES
 
     return replace(RULES, snapshot_every=50)
+
+
+@pytest.mark.parametrize("stands", [layout.snapshot_key(0), layout.commit_key(0)])
+def test_no_other_model_is_published_where_the_manifest_is_lost(
+    tmp_path: Path, stands: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: a resumed run published what the folder held by then, and trained an adapter on another base."""
+    run = open_run(config(tmp_path), str(tmp_path / "run"), SystemClock())
+    run.store.put(stands, b"{}")
+    before = sorted(run.store.list(""))
+    assert publish(run.url) == exitcodes.USER_ERROR
+    assert "model/manifest.json is gone, though this run has reached step" in capsys.readouterr().err
+    assert sorted(run.store.list("")) == before
 
 
 def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() -> None:

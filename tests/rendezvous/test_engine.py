@@ -239,6 +239,23 @@ def test_a_zombie_learns_it_from_the_chain_even_without_a_heartbeat(clock: Manua
     )
 
 
+def test_a_generation_that_the_chain_has_fenced_trains_nothing_though_all_claims_are_lost(clock: ManualClock) -> None:
+    """A snapshot at the head: no commit is replayed at the join, and the newest one's fence counts all the same."""
+    store = bucket(clock, steps=2)
+    a, _, young = Seat(store, "r00", clock).join(), Seat(store, "r01", clock), Seat(store, "r01", clock).join()
+    together(a, young)
+    assert together(a, young).fence["r01"] == 2
+    for seat in (a, young):
+        seat.rv.finish("done")
+    assert store.get(layout.snapshot_key(2))
+    write_control(store, clock, steps=3)
+    for key in store.list("replicas/r01/"):
+        store.delete([key])
+    with pytest.raises(Fenced, match=r"r01 now belongs to generation 2; this process \(generation 1\) ends"):
+        Seat(store, "r01", clock).join()
+    assert Seat(store, "r01", clock).join().rv.generation == 2, "the next launch goes on"
+
+
 def test_a_zombies_offer_counts_in_the_step_it_slept_in_and_in_no_later_one(clock: ManualClock) -> None:
     """Eligibility depends on the commit before alone: commit -1 fences no generation, commit 0 fences generation 1."""
     store, a, zombie = pair(clock, m=1)
