@@ -22,13 +22,7 @@ from diloco.runlog.sessions import SessionSummary, apply_event, restarted_by
 from diloco.runlog.steps import Counted, Decision, Step, apply_step_events, kept_commit, read_commit
 from inner.printable import printable
 from rendezvous import layout
-from rendezvous.agreement.membership import (
-    Wanted,
-    claims_above,
-    read_beat,
-    read_claim,
-    read_leave,
-)
+from rendezvous.agreement.membership import Wanted, claims_above, read_beat, read_claim, read_leave
 from rendezvous.layout import is_slot
 from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Beat, Claim, Offer, WireError, decode_or_none

@@ -135,8 +135,14 @@ class Mixed(FleetExecutor):
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         started = [h for h in handles if h not in self._failed]
+        trouble: ExecutorError | None = None
         for executor, part in self._shared_out(started, self._for_handle):
-            executor.cancel(part, grace_s)
+            try:
+                executor.cancel(part, grace_s)
+            except ExecutorError as error:  # the other platforms are asked, too
+                trouble = error
+        if trouble is not None:
+            raise trouble
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         began = self._clock.now()

@@ -34,6 +34,7 @@ from rendezvous.stores.run_key import KEY
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 SECRET_NAME = re.compile(r"SECRET|(^|_)TOKEN$|PASSW|API_?KEY|PRIVATE_?KEY|RUN_KEY|CREDENTIAL", re.I)
 SECRET_VALUE = re.compile(r"(hf_|sk-|ghp_|github_pat_|xox[bp]-|wandb_)\w{12,}")
+VARIABLE = r"(\$\{\w+\}|\$[A-Z_][A-Z0-9_]*)"
 NEEDED = {"s3": AWS, "hf": AWS}  # scheme of the run -> variables that its store reads from the environment
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
@@ -174,7 +175,8 @@ def image_fault(place: Place) -> str:
 
 
 def _has_credential(value: object) -> bool:
-    return bool(re.search(rf"//[^/@\s]*:[^/@\s]+@|\b{SECRET_VALUE.pattern}", str(value)))
+    """Whether a text has a token or an address's password.  A variable's name and an image's digest are neither."""
+    return bool(re.search(rf"//[^/@\s]*:(?!{VARIABLE}@)[^/@\s]+@(?!sha\d+:)|\b{SECRET_VALUE.pattern}", str(value)))
 
 
 def plain_secret(place: Place) -> str:

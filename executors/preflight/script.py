@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,15 @@ from executors.preflight.run_url import UsageError
 
 MOST_BYTES = 20_000_000
 JOINS = ("DiLoCoCallback", "make_diloco")
-SECRETS = re.compile(
+OWNED = r"((my|our|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|aws|api|access|auth|refresh)[._-]?)"
+SECRETS = re.compile(  # a template of .env has no values; special_token.json and tokenizer.json are a model's
+    r"(?!\.env\.(example|sample|template|dist)$)"
     r"(\.env.*|.*\.env|\.netrc|\.npmrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*|.*secret.*|service_account.*|"
-    r"(.*[._-])?token(\.(txt|json))?|.*\.(pem|key|p12|pfx))",
+    rf"\.?{OWNED}*token(\.(txt|json))?|.*\.(token|pem|key|p12|pfx))",
     re.I,
 )
-SECRET_MODULE = re.compile(r"(.*_)?(secrets?|credentials?|token)(_.*)?\.py", re.I)
+SECRET_MODULE = re.compile(rf"(?!tokens\.){OWNED}*(secrets?|credentials?|tokens?|api_?keys?|passwords?)\.py", re.I)
+SECRET_STAYS = "which has the name of a secret: give its value by --secret, or the file another name"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
 OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}
@@ -77,7 +80,9 @@ def read_script(
         )
     files = dict(_named(base, siblings, arguments, more))
     ignored = _left_out(base, files, [os.path.normpath(one) for one in more])
-    sent = {one: file for one, file in files.items() if one not in ignored}
+    unsent = {one: f"which git ignores; --file {one} sends it" for one in ignored}
+    unsent |= {one: SECRET_STAYS for one, file in files.items() if _is_secret(file.name)}
+    sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
     shown = path.resolve().relative_to(base.resolve()).as_posix() if is_here and not is_module else name
@@ -85,7 +90,7 @@ def read_script(
     stem = name.rpartition(".")[2] if is_module else path.stem
     return Gathered(
         ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
-        tuple(_notes(sent, ignored, packages, arguments, {text for code in siblings for text in _strings(code)})),
+        tuple(_notes(sent, unsent, packages, arguments, {text for code in siblings for text in _strings(code)})),
     )
 
 
@@ -126,6 +131,11 @@ def is_code(name: str) -> bool:
     return name.endswith(".py")
 
 
+def _is_secret(name: str) -> bool:
+    """Whether a file has the name of a secret; a module only by its whole name, since token_utils.py is code."""
+    return (SECRET_MODULE if is_code(name) else SECRETS).fullmatch(name) is not None
+
+
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
     """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
     words = {part for text in arguments for part in (text, text.partition("=")[2])}
@@ -139,7 +149,7 @@ def _named(
 ) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
     for code in codes:
-        if SECRET_MODULE.fullmatch(code.name):
+        if _is_secret(code.name):
             raise UsageError(
                 f"the code imports {code.name}, which has the name of a secret, and the run's files are plain. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
@@ -150,7 +160,7 @@ def _named(
         with suppress(OSError, ValueError):  # a string may be anything
             file = base / text
             inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
-            if inside and file.is_file() and not SECRETS.fullmatch(file.name):
+            if inside and file.is_file():
                 yield os.path.normpath(text), file
     for text in more:
         yield from _asked_for(base, text)
@@ -170,7 +180,7 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if {"__pycache__", ".git"} & set(file.relative_to(base).parts):
             continue
-        if SECRETS.fullmatch(file.name):
+        if _is_secret(file.name):
             raise UsageError(f"--file {text}: {file.name} has the name of a secret. Replicas get secrets by --secret")
         if file.is_file():
             yield file.relative_to(base).as_posix(), file
@@ -206,14 +216,14 @@ def _refuse_large(files: dict[str, Path]) -> None:
 
 def _notes(
     files: Collection[str],
-    ignored: Iterable[str],
+    unsent: Mapping[str, str],
     packages: Sequence[str],
     arguments: Sequence[str],
     strings: Collection[str],
 ) -> Iterator[str]:
     yield f"sends {', '.join(sorted(files)) or 'no files: the module is installed where replicas run'}"
-    for name in sorted(ignored):
-        yield f"does not send {name}, which git ignores; --file {name} sends it"
+    for name, why in sorted(unsent.items()):
+        yield f"does not send {name}, {why}"
     if packages:
         yield f"rented machines install {', '.join(packages)}"
     for one in sorted({*arguments, *strings}):

@@ -14,7 +14,7 @@ Not promised: a supervisor at every moment; between two supervisors replicas con
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco.process import exitcodes
@@ -38,8 +38,12 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
     found = [h for h in executor.find(run) if h.slot == SUPERVISOR]
     if found and not executor.poll(found)[0].state.ended:
         return found[0]
-    attempt = 1 + max((h.attempt for h in found), default=0)
-    return executor.start_supervisor(*supervisor_spec(executor.name, run, attempt))
+    return executor.start_supervisor(*supervisor_spec(executor.name, run, _next_attempt(found)))
+
+
+def _next_attempt(found: Iterable[Handle], after: int = 0) -> int:
+    """Return the number of a supervisor that was never launched: a failed handover may have left one that ended."""
+    return 1 + max([after, *(h.attempt for h in found if h.slot == SUPERVISOR)])
 
 
 def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec, list[ReplicaSpec]]:
@@ -59,9 +63,11 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
     """Start the next supervisor, from the container whose time limit is near; return whether a next one exists."""
     spec = ReplicaSpec.from_dict(raw)
     executor = make_executor(Place(platform, options=options))
+    attempt = 0
     for _ in range(TRIES):
         try:
-            if executor.start_supervisor(*supervisor_spec(platform, spec.run, spec.attempt + 1)).native:
+            attempt = attempt or _next_attempt(executor.find(spec.run), spec.attempt)
+            if executor.start_supervisor(*supervisor_spec(platform, spec.run, attempt)).native:
                 return True
         except (ExecutorError, RendezvousError) as error:
             print(f"the next supervisor could not be started: {error}; trying again", flush=True)

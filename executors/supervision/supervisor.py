@@ -59,7 +59,7 @@ from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, newest_claim, read_control
 from rendezvous.clock import Clock, SystemClock
-from rendezvous.errors import Fenced, RendezvousError, StoreError, StoreFull, StoreUnclear
+from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError, StoreFull, StoreUnclear
 
 FAILED = 1
 TICK_S = 0.2
@@ -130,9 +130,8 @@ class Supervisor:
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
         self._said_at = float("-inf")  # when we last reported that trouble
-        former = former_places(wanted.former)
         self._spend_limit = SpendLimit(
-            self.run.store, self.clock, self.executor, self.places, former=former, emit=self.emit
+            self.run.store, self.clock, self.executor, self.places, former=former_places(wanted.former), emit=self.emit
         )
         self._trackers = tracker_child(
             self.run, self.clock, lambda text: self.emit("warning", kind="trackers", text=text)
@@ -209,13 +208,18 @@ class Supervisor:
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
             patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
             if self._killing:  # a second Ctrl-C kills without waiting for the store
-                self.slots.cancel([t for t in self.slots.all() if t.running], 0.0)
+                with suppress(ExecutorError):  # a later tick asks again
+                    self.slots.cancel([t for t in self.slots.all() if t.running], 0.0)
             self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
         except ExecutorError as error:
             if not (isinstance(error, Unavailable) or self.slots.anybody):
                 return Outcome(exitcodes.USER_ERROR, str(error))
             patience_s = float("inf") if self.slots.anybody or self.slots.opened else PATIENCE_S
             self._wait_out(error, f"trying again; replicas that run continue: {error}", patience_s)
+        except RecordsLost as lost:  # seen by a renewal of the lease; now that we leave, no tick renews it
+            if self._verdict is not None:
+                raise
+            self._verdict, self._leaving = Outcome(exitcodes.USER_ERROR, str(lost)), "the run's records are gone"
         return None
 
     def _wait_out(self, error: Exception, text: str, patience_s: float) -> None:

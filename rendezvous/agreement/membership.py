@@ -181,20 +181,29 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
     A later control record proves a gap; a committed step proves that there was a first record.  Any other object proves
     nothing, because any writer may have put it there.  LIST may be out of date.  The later records may also have been
     written since `wanted` was read.  Records are written in order, so the missing one is read again, after the others.
+    Records of `wanted` may have vanished since: those that LIST does not show are read again, too.
     """
-    later = controls_above(store, wanted.records)
+    numbers = _control_numbers(store)
+    later = controls_above(store, wanted.records, numbers)
     stepped = wanted.records == 0 and store.get(layout.commit_key(0)) is not None
-    if (later or stepped) and store.get(layout.control_key(wanted.records)) is None:
-        seen = f"{layout.control_key(later[0].n)} is there" if later else "steps are committed"
-        raise RecordsLost(
-            f"{store.url}/{layout.control_key(wanted.records)} has vanished, though {seen}. {_WITHOUT_IT} {RESTORE}"
-        )
+    unlisted = sorted({*range(wanted.records)}.difference(numbers))[:MOST_AT_ONCE]
+    for n in [*unlisted, *[wanted.records] * bool(later or stepped)]:
+        if store.get(layout.control_key(n)) is None:
+            seen = f"{layout.control_key(later[0].n)} is there" if later else "steps are committed"
+            seen = "it was read before" if n < wanted.records else seen
+            raise RecordsLost(
+                f"{store.url}/{layout.control_key(n)} has vanished, though {seen}. {_WITHOUT_IT} {RESTORE}"
+            )
 
 
-def controls_above(store: Readable, n: int) -> list[Control]:
-    """Return the control records with numbers above n, in order; those that LIST does not show are missing."""
-    numbers = sorted(m for key in store.list(layout.CONTROLS) if (m := layout.control_number(key)) is not None)
-    found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in numbers if m > n]
+def _control_numbers(store: Readable) -> list[int]:
+    return sorted(n for key in store.list(layout.CONTROLS) if (n := layout.control_number(key)) is not None)
+
+
+def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None) -> list[Control]:
+    """Return the control records above n, in order; those that LIST does not show are missing.   numbers: its answer"""
+    above = [m for m in (_control_numbers(store) if numbers is None else numbers) if m > n]
+    found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in above]
     return [control for m, control in found if control is not None and control.n == m]
 
 

@@ -455,6 +455,17 @@ def test_a_poll_asks_for_live_jobs_however_many_have_ended(hub, tmp_path) -> Non
     assert state_of(executor, old[0]) is State.SUCCEEDED, "it is looked up by its id"
 
 
+def test_a_stage_that_the_hub_adds_is_alive_and_is_asked_for(hub, tmp_path) -> None:
+    """Before: lists asked for two stages by name, so a job in a third one was nobody's, and was never ended."""
+    hub.held = True
+    executor = made()
+    (handle,) = executor.launch_replicas(waiting(tmp_path, "r00"))
+    hub.jobs[handle.native].stage = "PAUSED"
+    assert state_of(executor, handle) is State.RUNNING, "it is looked up by its id"
+    executor.poll([handle])
+    assert [h.native for h in executor.orphans(RUN, [])] == [handle.native], "the next list has it"
+
+
 def pending(executor: HFJobsExecutor, handles: list[Handle]) -> None:
     assert [s.state for s in executor.poll(handles)] == [State.PENDING] * 33
 

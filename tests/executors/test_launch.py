@@ -136,9 +136,42 @@ NAMES = (".env", ".env.local", ".envrc", "prod.env", "id_rsa", "server.pem", "my
 def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
     (folder / name).write_text("s3cret")
     (folder / "helper.py").write_text(f"EVERY = 5\nKEY = open({name!r}).read()\n")
-    assert name not in read().config.files
+    found = read()
+    assert name not in found.config.files
+    assert any(note.startswith(f"does not send {name}, which has the name of a secret") for note in found.notes)
     with pytest.raises(UsageError, match=f"{re.escape(name)} has the name of a secret"):
         read(more=(name,))
+
+
+CODE = (
+    "token_utils",
+    "next_token",
+    "train_token_classifier",
+    "credentials_check",
+    "tokens",
+    "secretary",
+    "tokenization",
+)
+DATA = ("special_token.json", "special_tokens_map.json", "tokenizer.json", "added_token.txt", "conf/.env.example")
+
+
+def test_what_only_sounds_like_a_secret_is_sent(folder: Path) -> None:
+    """Before: such a module was refused, such data was left out without a word, and a template ended `--file conf`."""
+    (folder / "conf").mkdir()
+    for name in DATA:
+        (folder / name).write_text("{}")
+    for name in CODE:
+        (folder / f"{name}.py").write_text("# DiLoCoCallback\n")
+    (folder / "helper.py").write_text(f"EVERY = 5\nFILES = {DATA}\nimport {', '.join(CODE)}\n")
+    assert {*DATA, *(f"{name}.py" for name in CODE)} <= set(read(more=("conf",)).config.files)
+    assert "token_utils.py" in read("token_utils.py").config.files
+
+
+@pytest.mark.parametrize(
+    "name", ["secrets", "hf_token", "token", "api_keys", "my_apikey", "github_tokens", "passwords"]
+)
+def test_a_module_with_a_secret_s_own_name_is_one(name: str) -> None:
+    assert script_module._is_secret(f"{name}.py")
 
 
 def test_a_module_of_secrets_is_refused(folder: Path) -> None:

@@ -168,6 +168,15 @@ def test_one_place_that_cannot_launch_fails_its_slots_alone(two):
         two.mixed().launch_replicas([spec(s) for s in SLOTS[:3]])
 
 
+def test_a_platform_that_cannot_be_asked_to_end_its_replicas_hinders_no_other(two):
+    mixed = two.mixed()
+    handles = mixed.launch_replicas([spec(s) for s in SLOTS[:3]])
+    two.red.down = "503"
+    with pytest.raises(ExecutorError, match="503"):
+        mixed.cancel(handles, 0.0)
+    assert two.blue.jobs[SLOTS[2], 1].state is State.CANCELLED and two.red.jobs[SLOTS[0], 1].cancels == 0
+
+
 def test_handles_are_polled_where_they_run_not_where_their_slot_is_now(two):
     handle = two.mixed().launch_replicas([spec("r00")])[0]
     two.places = (Place("blue", 2), Place("red"))

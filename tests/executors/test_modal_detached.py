@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import modal
@@ -20,14 +21,16 @@ import pytest
 
 from diloco.process import exitcodes
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
+from executors.platforms.base import ReplicaSpec
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal.app import app_name
 from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
 from executors.platforms.places import Place
-from executors.supervision import lease
+from executors.supervision import hosted, lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
 from tests.diloco.test_s3_fleet import downloaded
 from tests.support.audit import check_run
@@ -289,3 +292,75 @@ def test_modal_is_asked_to_start_a_supervisor_again_that_has_no_successor(
             modal_app.supervise({"run": "modal://x/y"}, {})
     else:
         assert modal_app.supervise({"run": "modal://x/y"}, {})["exit_code"] == code
+
+
+class Entries(dict[str, Any]):
+    """Modal's dict, without Modal."""
+
+    def put(self, key: str, value: Any, skip_if_exists: bool = False) -> bool:
+        return False if skip_if_exists and key in self else not self.update({key: value})
+
+    def contains(self, key: str) -> bool:
+        return key in self
+
+
+URL = "modal://x/y"
+NOTE = modal_app.Note("register", 0.0, 0.1, crashes=10)
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> modal_app.Register:
+    """The register of a container that runs the call fc-1."""
+    found = modal_app.Register(Entries())
+    here = SimpleNamespace(current_function_call_id=lambda: "fc-1", exception=modal.exception)
+    monkeypatch.setattr(modal_app, "sdk", lambda: here)
+    monkeypatch.setattr(modal_app.Register, "open", lambda name, create: found)
+    return found
+
+
+def test_a_supervisor_whose_successor_was_announced_and_never_spawned_supervises_again(
+    register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: Modal's next try found the announcement, and ended as well as a finished run; nobody supervised."""
+    ran = list[int]()
+    monkeypatch.setattr(
+        modal_app, "run_replica", lambda raw, *_, **__: ran.append(1) or {"exit_code": exitcodes.RESUME}
+    )
+    monkeypatch.setattr(modal_app, "load_name", lambda name: lambda *_: register.announce({SUPERVISOR: 2}))
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="Modal starts this one again"):
+            modal_app.supervise(ReplicaSpec(URL, SUPERVISOR, 1).to_dict(), NOTE.to_dict())
+    assert len(ran) == 3
+    register.announce({"r00": 2})
+    assert modal_app.replica(ReplicaSpec(URL, "r00", 1).to_dict(), NOTE.to_dict())["exit_code"] == exitcodes.FENCED
+
+
+def test_of_a_supervisor_and_its_successor_the_run_s_lease_lets_one_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The successor's spawn had no answer, so both run."""
+    store = MemoryStore()
+    monkeypatch.setattr(lease, "host_name", lambda: "modal/supervisor.2")
+    second = lease.Lease.take(store, SystemClock())
+    second.beat("left")
+    monkeypatch.setattr(lease, "host_name", lambda: "modal/supervisor.1")
+    with pytest.raises(lease.Supervised, match="belongs to a later launch"):
+        lease.Lease.take(store, SystemClock())
+
+
+def test_a_handover_passes_over_a_successor_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It started late, found the supervisor alive and ended: its number starts nobody any more."""
+    asked = list[int]()
+    ended = SimpleNamespace(slot=SUPERVISOR, attempt=2)
+    start = lambda spec, replicas: asked.append(spec.attempt) or SimpleNamespace(native="fc-3" * (len(asked) > 1))  # noqa: E731
+    there = SimpleNamespace(find=lambda run: [ended], start_supervisor=start)
+    monkeypatch.setattr(hosted, "make_executor", lambda place: there)
+    monkeypatch.setattr(hosted, "supervisor_spec", lambda _, run, n: (ReplicaSpec(run, SUPERVISOR, n), []))
+    monkeypatch.setattr(hosted, "AGAIN_S", 0.0)
+    assert hosted.start_next("modal", {}, ReplicaSpec(URL, SUPERVISOR, 1).to_dict())
+    assert asked == [3, 3], "tried again under the same number"
+
+
+def test_a_supervisor_that_died_too_often_is_not_started_again(register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: Modal was asked for nine more containers, each of which only counted the deaths."""
+    monkeypatch.setattr(modal_app, "load_name", lambda name: lambda *_: True)
+    end = modal_app.supervise(ReplicaSpec(URL, SUPERVISOR, 1).to_dict(), replace(NOTE, crashes=0).to_dict())
+    assert end["exit_code"] is None and "died 0 times" in end["reason"]

@@ -35,6 +35,17 @@ def test_a_credential_in_an_option_is_refused_and_not_shown(pip: list[str]) -> N
     assert plain_secret(Place("hf-jobs", options={"pip": ["git+ssh://git@github.com/me/reward", "trl==1.0"]})) == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [("docker://ubuntu:22.04@sha256:0123", False), ("git+https://oauth2:${TOKEN}@gitlab.com/a/b", False),
+     ("https://me:$HF_TOKEN@host/x", False), ("https://me:$ecret@host/x", True), ("https://me:x${A}@host/x", True),
+     ("docker://me:s3cret@reg.io/ubuntu:22.04@sha256:0123", True)],
+)  # fmt: skip
+def test_a_digest_and_a_variable_s_name_are_no_password(text: str, is_one: bool) -> None:
+    """Before: an image with its digest, and a token that the machine fills in, were refused."""
+    assert bool(plain_secret(Place("sky", options={"setup": text}))) == is_one
+
+
 @pytest.mark.parametrize("env", [{}, {"TOKENIZERS_PARALLELISM": "1"}, {"MAX_TOKENS": "9"}, {"AWS_REGION": "eu"}])
 def test_other_variables_are_none(env: dict[str, str]) -> None:
     assert (

@@ -64,6 +64,23 @@ def test_the_users_own_files_are_not_uploaded_and_old_weights_go(
     assert not found & {".env", MARK, "adapter_config.json", "adapter_model.safetensors"}
 
 
+def test_only_files_that_an_export_writes_are_deleted(
+    run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `*` matched `/`, so `model*.safetensors` deleted the user's models/other.safetensors."""
+    mine = (
+        "models/other.safetensors", "model_v1/weights.safetensors", "adapter_notes.md", "model-gguf/q4.safetensors",
+        "a/adapter_config.json", "model-00001-of-00002/x.safetensors", "old/model-00001-of-00002.safetensors",
+    )  # fmt: skip
+    stale = ("adapter_config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    with HubWriter() as hub:
+        point_at(hub, monkeypatch)
+        hub.repos["me/learned"] = dict.fromkeys((*mine, *stale), b"{}")
+        assert export(run, tmp_path / "out") == 0
+        found = set(hub.repos["me/learned"])
+    assert found >= {*mine, "model.safetensors"} and not found & {*stale}
+
+
 def test_a_token_that_may_not_write_is_told_and_the_folder_stays(
     run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -414,6 +414,23 @@ def test_a_run_of_weeks_is_read_in_rounds_and_a_renewed_lease_reads_on() -> None
     assert getattr(newest_claim(store, "r00"), "generation", 0) == 300 and store.rounds <= 12
 
 
+def test_a_renewed_lease_notices_a_record_lost_behind_what_it_knows() -> None:
+    """Before: the renewal went on, while whoever read from scratch refused the run."""
+    store, clock = Far(), ManualClock()
+    wanted = write_control(store, clock, replicas=2, steps=9, min_replicas=1)
+    for minute in range(1, 100):
+        wanted = write_control(store, clock, wanted, until=60.0 * minute)
+    listed = store.list
+    store.list = lambda prefix: []  # type: ignore[method-assign]  # a LIST that is out of date proves nothing
+    store.gets = 0
+    wanted = write_control(store, clock, wanted, until=1.0)
+    assert store.gets <= 3 + 64, "and costs a bounded number of requests"
+    store.list = listed  # type: ignore[method-assign]
+    store.delete([layout.control_key(2)])
+    with pytest.raises(RecordsLost, match=r"control/000002.json has vanished, though it was read before"):
+        write_control(store, clock, wanted, until=2.0)
+
+
 @pytest.mark.parametrize("count", [3, 8, 15, 40, 140])
 def test_a_lost_record_is_a_gap_in_any_round_of_requests(count: int) -> None:
     """A reader that went on behind a gap numbered the rest wrongly: a stop and a budget were gone without a word."""

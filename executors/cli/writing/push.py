@@ -30,7 +30,11 @@ from inner.models.naming import is_hub_name
 from rendezvous.clock import SystemClock
 
 CARD, ROLLOUTS = "README.md", "rollouts.jsonl"
-WEIGHTS = ("adapter_*", "model*.safetensors", "model.safetensors.index.json")  # an export writes no others
+SHARD = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
+# an export writes no others; on the Hub `*` matches `/` too, so it would delete files of the user's own folders
+WEIGHTS = (
+    "adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", SHARD,
+)  # fmt: skip
 PACKAGES = ("serverless-diloco", "torch", "transformers", "trl", "peft")
 
 

@@ -30,6 +30,7 @@ ANSWER_S = 20.0  # limit for one answer of the Hub
 ENOUGH_S = 120.0  # limit for a request with all its tries
 PRICES_AGAIN_S = 60.0  # seconds between two requests for the prices of existing jobs
 UNTIL = "until"  # the job label with the end of the lease
+ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # a job of any other stage lives, also of a new one
 NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {
@@ -64,15 +65,12 @@ class HubJob:
 
     @property
     def ended(self) -> bool:
-        return self.stage in ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+        return self.stage in ENDED
 
     @property
     def age(self) -> tuple[float, str]:
         """A key that sorts jobs from old to new, in the same order in every process."""
         return self.created, self.id
-
-
-LIVE_STAGES = ("SCHEDULING", "RUNNING")
 
 
 class Hub:
@@ -92,6 +90,7 @@ class Hub:
         self._endpoint = os.environ.get("HF_ENDPOINT") or None  # the SDK reads it only once, at its import
         self._prices: dict[str, float | None] = {}
         self._prices_again = float("-inf")  # the time from which `known_price` may request prices again
+        self._live = {stage.value for stage in huggingface_hub.JobStage}.difference(ENDED)  # and those seen since
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ account
@@ -158,7 +157,7 @@ class Hub:
         alive: only jobs that have not ended; a run of weeks has thousands of ended jobs.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
-        jobs = [self._job_from_row(row) for row in self._list_rows(labels, LIVE_STAGES if alive else ())]
+        jobs = [self._job_from_row(row) for row in self._list_rows(labels, sorted(self._live) if alive else ())]
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
@@ -248,10 +247,12 @@ class Hub:
         number = labels.get("attempt", "")
         limit = labels.get("limit", "")
         given = row.get("timeoutSeconds", row.get("timeout"))
+        stage = str(getattr(info.status.stage, "value", info.status.stage))
+        self._live |= {stage}.difference(ENDED)
         return HubJob(
             id=info.id, run=labels.get("run", ""), slot=labels.get("slot", ""),
             attempt=int(number) if number.isdecimal() else 0,
-            stage=str(getattr(info.status.stage, "value", info.status.stage)), message=info.status.message or "",
+            stage=stage, message=info.status.message or "",
             created=info.created_at.timestamp() if info.created_at else 0.0,
             flavor=str(getattr(info.flavor, "value", info.flavor)),
             limit_s=int(limit) if limit.isdecimal() else 0, given_s=given if isinstance(given, int) else None,

@@ -34,6 +34,7 @@ from executors.platforms.container import run_replica
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk
 from executors.platforms.on_modal.kinds import Kind
 from rendezvous.clock import SystemClock
+from rendezvous.layout import SUPERVISOR
 
 NAME = "modal"
 PREFIX = "diloco-"
@@ -189,7 +190,8 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
         mark = uuid.uuid4().hex
         n = ask_patiently(lambda: register.begin(spec, mark), clock)
         if ask_patiently(lambda: register.crashes(spec, n), clock) >= note.crashes:
-            return ended(None, f"its container died {note.crashes} times without a report: out of memory, or killed")
+            why = f"its container died {note.crashes} times without a report: out of memory, or killed"
+            return {**ended(None, why), "final": True}
         try:
             end = run_replica(raw, NAME, until=register.until)
             return end if n == 1 else {**end, "began": 0.0}  # earlier containers have reported no times
@@ -209,13 +211,13 @@ def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, 
     """Run a run's supervisor like a replica; at its time limit, start the next one.
 
     Raise if no next supervisor could be started, or if this one was cut off: Modal then repeats the call.  The register
-    counts the repetitions.
+    counts the repetitions, and a supervisor that died too often is not repeated.
     """
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:
         if not load_name(NEXT_SUPERVISOR)(NAME, {}, raw):  # about three minutes are left for this
             raise RuntimeError("the next supervisor could not be started; Modal starts this one again")
-    elif load_name(CUT_OFF)(raw["run"], end["exit_code"]):
+    elif not end.get("final") and load_name(CUT_OFF)(raw["run"], end["exit_code"]):
         raise RuntimeError(f"the supervisor was cut off ({end['reason']}); Modal starts it again")
     return end
 
@@ -225,6 +227,8 @@ def _why_unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) 
     if winner != call:
         register.note_duplicate(spec, call, note)
         return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}; this call was one too many")
+    if spec.slot == SUPERVISOR:  # its successor may be announced and never start: the run's lease says who may act
+        return None
     newest = register.newest(spec.slot)
     if newest > spec.attempt:
         return ended(exitcodes.FENCED, f"{spec.slot}.{newest} was launched before {spec.slot}.{spec.attempt} began")
