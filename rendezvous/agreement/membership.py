@@ -440,7 +440,7 @@ class Membership:
         note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
         beat = Beat(
             slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
-            pid=self.pid, **{**vars(self.status), "note": note},
+            pid=self.pid, **vars(replace(self.status, note=note)),
         )  # fmt: skip
         self.store.put(layout.beat_key(self.slot), beat.encode())
 
