@@ -2,7 +2,8 @@
 
     JUDGE_API_KEY=AIza…      "HTTPError: … for url: https://api/score?key=AIza…"  ──▶  "… ?key=***"
 
-A secret is the value of an environment variable with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in its name.
+A secret is the value of an environment variable with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in its name, unless
+that is the word TOKENIZER, or the name ends with _PATH, _FILE or _DIR.
 
 Not promised: that a text has no other secret, such as one that user code reads from a file, or a number.
 """
@@ -12,8 +13,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.I)
-_NUMBER = re.compile(r"[-+.\d]+")
+_SECRET = re.compile(r"(KEY|TOKEN(?!IZER)|SECRET|PASSWORD|CREDENTIAL)(?!.*_(PATH|FILE|DIR)$)", re.I)
+_NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?", re.I)
 
 
 def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -23,10 +24,10 @@ def secrets_here(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def secret_masker(secrets: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that replaces each of the secrets in a JSON text by ***."""
+    """Return a function that replaces each of the secrets in a JSON text by ***, and leaves escape sequences whole."""
     found = sorted({json.dumps(s)[1:-1] for s in secrets if s}, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, found))) if found else None
-    return (lambda text: pattern.sub("***", text)) if pattern else (lambda text: text)
+    pattern = re.compile(rf"({'|'.join(map(re.escape, found))})|\\(?:u....|.)") if found else None
+    return (lambda text: pattern.sub(lambda at: "***" if at[1] else at[0], text)) if pattern else (lambda text: text)
 
 
 def mask_secrets(text: str) -> str:

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.actor.places import chosen_place, filled_places, open_places, pace_of, read_standings
+from diloco.actor.places import BEATS, chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
 from diloco.model.start_model import refuse_other_base
@@ -84,6 +84,7 @@ class Actor:
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
+        self._steps: list[tuple[float, int]] = []  # when it looked, and its weights' outer step
         self._status.enter_phase("sample", 0)
 
     def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
@@ -105,7 +106,7 @@ class Actor:
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
         places = open_places(
-            standings, filled_places(store), self._pace, weights=weights,
+            standings, filled_places(store), self._pace, weights=weights, former=self._former_step(),
             staleness=staleness_of(self._run.config), end=wanted.steps, takes_s=self._status.rate,
         )  # fmt: skip
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
@@ -114,6 +115,14 @@ class Actor:
             return False
         self._fill(*place, ranks={at.slot: at.ranks for at in standings}[place[0]])
         return True
+
+    def _former_step(self) -> int:
+        """Return the weights' outer step of BEATS heartbeats ago; that of the first look, if it was later."""
+        now = self._session.clock.now()
+        self._steps.append((now, self._status.step))
+        while len(self._steps) > 1 and now - self._steps[1][0] >= BEATS * self._session.timing.beat:
+            del self._steps[0]
+        return self._steps[0][1]
 
     def _overdue(self, places: Iterable[tuple[int, str, int]]) -> set[tuple[str, int]]:
         """Return the places that have been open for longer than an actor needs."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
 BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
+BEATS = 2  # a heartbeat that is read now is at most so many heartbeats old
 SPREAD = 8  # the most places of other actors among which an actor chooses
 
 
@@ -71,6 +72,7 @@ def open_places(
     pace: Pace,
     *,
     weights: int,
+    former: int | None = None,
     staleness: int,
     end: int = 0,
     takes_s: float = 0.0,
@@ -79,13 +81,15 @@ def open_places(
 
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
+    former: that step when the heartbeats may have been written (default: weights); short outer steps pass meanwhile.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
     the place; below 0: the slot will probably fill the place itself, so the place comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness
-    for at in (at for at in standings if at.step >= weights - BEHIND):
+    alive_from = (weights if former is None else former) - BEHIND
+    for at in (at for at in standings if at.step >= alive_from):
         now = pace.generation_at(at.data)
         lead = 1 + (ceil(takes_s / (at.rate * pace.served / pace.accumulated)) if at.rate else 0)
         generation = now + 1

@@ -106,13 +106,12 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
         return _carry_model(run, config, scratch / "model", clock)
     from inner.models.hub_model import link_hub_files, pin_hub_model
     from inner.models.lora import ADAPTER, new_adapter, save_adapter
-    from inner.train.build import base_of, load_start, refuse_drawn
+    from inner.train.build import base_of, load_start
 
     if (found := pin_hub_model(config)) is None:
         return _carry_model(run, config, scratch / "model", clock)
     folder = link_hub_files(found, scratch / "hub")
-    model, drawn = load_start(folder, config.dtype, base=base_of(config.lora))
-    refuse_drawn(found.name, drawn)
+    model, drawn = load_start(folder, config.dtype, base=base_of(config.lora), source=found.name)
     if drawn:  # the head is in no file: every replica would draw another one
         return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
     files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}

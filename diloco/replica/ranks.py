@@ -85,7 +85,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
         raise ConfigError(fault)
     followers.on_loss = partial(_say_loss, session)
     followers.on_told = partial(_take_word, SessionHost(session))
-    followers.is_over = lambda: session.rv.is_leaving or session.rv.is_done
+    followers.is_over = partial(_has_no_round_left, session)
     try:
         if run.config.script is not None:
             return replica.script_session(run, session, partial(tell_script, run.config.script))
@@ -96,6 +96,12 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     except Exception:
         followers.settle()
         raise
+
+
+def _has_no_round_left(session: Session) -> bool:
+    """Whether rank 0 needs the other ranks no longer, even if it goes on: it saves its model, for example."""
+    rv = session.rv
+    return rv.is_leaving or rv.is_done or rv.members.status.phase == "left"
 
 
 def _say_loss(session: Session, text: str) -> None:

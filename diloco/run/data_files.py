@@ -19,11 +19,13 @@ tasks.
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, time
 from decimal import Decimal
 from hashlib import sha256
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +211,10 @@ def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
     return path
 
 
-def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None:
-    """Raise InnerError for held-out prompts that cannot be read, lack a column, or are training prompts."""
+def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> str:
+    """Return a warning about copies among the held-out prompts, or "".
+
+    Raises InnerError for prompts that cannot be read, lack a column, or are training prompts."""
     held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
     if inner.data.source is not None:
         training = load_prompts(inner.data.source, files, inner.data)
@@ -221,6 +225,19 @@ def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> None
                 "have and the reward may ask for. Write it in every line."
             )
         refuse_overlap(training, held_out)
+    acts = inner.sampling.environment or inner.sampling.boxes or inner.model == "toolworld"
+    return _copies_in_words([_as_text(row["prompt"]) + str(acts and sorted(row.items())) for row in held_out])
+
+
+def _copies_in_words(texts: Sequence[str]) -> str:
+    """Return a warning if some of the held-out prompts are equal; else ""."""
+    if len(different := set(texts)) == len(texts):
+        return ""
+    times = sqrt(sum(count**2 for count in Counter(texts).values()) / len(texts))
+    return (
+        f"warning: of the {len(texts)} prompts of [eval], only {len(different)} are different. Each copy counts as a "
+        f"prompt of its own, so the standard error is shown up to {times:.1f} times too small. Take the copies out."
+    )
 
 
 def refuse_overlap(training: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]]) -> None:

@@ -110,6 +110,9 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
         for where, row in _numbered(csv.DictReader(lines, restkey=BEYOND)):
+            filled = [field for field in row.values() if field is not None]
+            if len(filled) == 1 and not str(filled[0]).strip():
+                continue  # a line of spaces; csv skips empty ones itself
             if None in row.values():  # DictReader's value for a field that the line does not have
                 raise InnerError(f"{name}, {where} has fewer fields than the header. Complete it, or take it out.")
             yield where, row

@@ -28,6 +28,17 @@ def check_options(config: "InnerConfig") -> None:
     _check_sdpo(config)
     _check_boxes(config)
     _check_dropout(config)
+    _check_weights(config)
+
+
+def _check_weights(config: "InnerConfig") -> None:
+    """Refuse rewards that all have the weight 0, unless the reward is that of an environment or of a box's task."""
+    functions, sampling = config.rewards.functions, config.sampling
+    if functions and not (any(functions.values()) or sampling.environment or sampling.boxes):
+        raise InnerError(
+            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
+            "them a weight."
+        )
 
 
 def _check_dropout(config: "InnerConfig") -> None:
@@ -161,11 +172,6 @@ def check_rewards(function: str | None, functions: Mapping[str, Any], name_of: C
         )
     for spelling in functions:
         _check_line(functions, spelling, name_of)
-    if functions and not any(functions.values()):
-        raise InnerError(
-            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
-            "them a weight."
-        )
 
 
 def _check_line(functions: Mapping[str, Any], spelling: str, name_of: Callable[[str], str]) -> None:

@@ -238,7 +238,7 @@ class InnerConfig(Table):
             self._check_grpo()
         used = self.sdpo.is_used or self.process is not None or self.vllm is not None
         used = used or bool(self.lora and self.lora.dropout) or "disable_dropout" in self.trl
-        if self.loop == "supervised" or used or self.sampling.boxes or self.data.task:
+        if self.loop == "supervised" or used or self.sampling.boxes or self.data.task or self.rewards.functions:
             from inner.settings.contradictions import check_options
 
             check_options(self)

@@ -242,11 +242,10 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     for knob in RATIO_KNOBS:
         if settings.get(knob) is not None and not settings[knob] > 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be greater than 0. Set {knob}.")
-    delta, top = settings.get("delta"), 1 + ((low if high is None else high) or 0)
-    if delta is not None and not delta > top:
+    if (delta := settings.get("delta")) is not None and not delta > 1:
         raise ObjectiveError(
-            f"delta = {delta} caps the ratio r inside of its clip range, which ends at {top:g}: below 1 right answers "
-            "have no gradient. Set delta = 4.0, for example, or leave it out."
+            f"delta = {delta} caps the ratio r, which is 1 on-policy: at 1 or below, right answers have no gradient. "
+            "Set delta = 4.0, for example (TRL recommends more than 1 + epsilon), or leave it out."
         )
 
 

@@ -122,18 +122,19 @@ _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
+_OFF = {"top_entropy_quantile": 1.0}  # the value with which it does nothing; for the others 0
 # setting -> its range in words, and whether a number is in it
 _SHARE = ("must be greater than 0 and at most 1", lambda value: 0 < value <= 1)
+_PART = ("must be at least 0 and at most 1", lambda value: 0 <= value <= 1)
 _POSITIVE = ("must be greater than 0", lambda value: value > 0)
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "top_entropy_quantile": _SHARE, "sapo_temperature_pos": _POSITIVE, "sapo_temperature_neg": _POSITIVE,
-    "top_p": _SHARE, "min_p": ("must be at least 0 and at most 1", lambda value: 0 <= value <= 1),
-    "repetition_penalty": _POSITIVE,
+    "top_entropy_quantile": _PART, "sapo_temperature_pos": _POSITIVE, "sapo_temperature_neg": _POSITIVE,
+    "top_p": _SHARE, "min_p": _PART, "repetition_penalty": _POSITIVE,
 }  # fmt: skip
 # key of generation_kwargs, in transformers' words or vLLM's -> the key that sets it in a run
 _GENERATION = {
     "inner.sampling.temperature": ("temperature",),
-    "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens", "max_time"),
+    "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens"),
     "inner.sampling.num_generations": ("num_return_sequences", "n"),
     "nothing: a rollout is sampled, since the loss takes the log-probs of what it samples from": (
         "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "use_beam_search", "best_of",
@@ -160,6 +161,7 @@ def check_trl(config: "InnerConfig") -> None:
     """Raise InnerError for a setting that TRL does not have, that the run owns, that has another type, or that
     contradicts the run's other settings."""
     _check_names(config.trl)
+    _check_generation(config)
     _check_reward_weights(config)
     if config.loop == "supervised":
         return
@@ -192,7 +194,6 @@ def _check_names(values: Mapping[str, Any]) -> None:
             )
         if fault := _range_fault(name, value):
             raise InnerError(f"inner.trl.{name} = {value!r} {fault}. Set it so, or leave it out.")
-    _check_generation(values.get("generation_kwargs"))
 
 
 def _range_fault(name: str, value: Any) -> str:
@@ -203,23 +204,37 @@ def _range_fault(name: str, value: Any) -> str:
     return "" if value is None or holds(value) else words
 
 
-def _check_generation(given: Any) -> None:
+def _check_generation(config: "InnerConfig") -> None:
     """Refuse keys of generation_kwargs that another key of the run sets: they would win, unknown to the loss."""
-    if isinstance(given, str):
-        given = _as_table(given)
-    for name in given or ():
-        if name in GENERATION_OWNED:
+    given = config.trl.get("generation_kwargs")
+    given = (_as_table(given) if isinstance(given, str) else given) or {}
+    own = _own_generation(config)
+    for name in given:
+        if name in GENERATION_OWNED and (name not in own or given[name] != own[name]):
             raise InnerError(
                 f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's own in the "
                 f"rollouts alone{instead_in_words(GENERATION_OWNED[name])}."
             )
-    if "stop_strings" in (given or ()):
+    if "max_time" in given:
+        raise InnerError(
+            f"inner.trl.generation_kwargs has max_time = {given['max_time']!r}, which cuts completions after so many "
+            "seconds: how long they are would depend on the machine. Leave it out; "
+            "inner.sampling.max_completion_length limits their tokens."
+        )
+    if "stop_strings" in given:
         raise InnerError(
             "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
             f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
             "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
             "several. With [inner.vllm], vLLM's own name is stop."
         )
+
+
+def _own_generation(config: "InnerConfig") -> dict[str, Any]:
+    """Return what the run passes itself: the same value in generation_kwargs changes nothing."""
+    set_here = {name: config.trl[name] for name in GENERATION_OWNED if name in config.trl}
+    of_generate = {"do_sample": True, "num_beams": 1} if config.vllm is None else {"n": 1}
+    return {"temperature": config.sampling.temperature, **of_generate, **set_here}
 
 
 def _as_table(text: str) -> dict[str, Any]:
@@ -253,7 +268,8 @@ def _check_reward_weights(config: "InnerConfig") -> None:
             "[inner.rewards.functions]."
         )
     numbers_only = all(isinstance(w, int | float) and not isinstance(w, bool) and isfinite(w) for w in weights or ())
-    if weights is not None and not (numbers_only and any(weights)):
+    others = config.sampling.environment or config.sampling.boxes  # TRL gives their own reward the weight 1
+    if weights is not None and not (numbers_only and (any(weights) or others)):
         raise InnerError(
             f"inner.trl.reward_weights = {weights} teaches nothing: weights are finite numbers, and at least one of "
             "them is not 0. Write 1.0 for each, for example."
@@ -273,7 +289,7 @@ def _check_batching(config: "InnerConfig") -> None:
 
 def _check_policy_loss(config: "InnerConfig") -> None:
     """Refuse settings of the policy loss if inner.grpo.weight = 0 leaves the policy loss out."""
-    unread = [name for name in _POLICY_LOSS if config.trl.get(name)]
+    unread = [name for name in _POLICY_LOSS if config.trl.get(name) not in (None, _OFF.get(name, 0))]
     if unread and config.grpo.weight == 0:
         raise InnerError(
             f"inner.trl.{unread[0]} = {config.trl[unread[0]]!r} does nothing here: it is a part of the policy loss, "

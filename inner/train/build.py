@@ -14,7 +14,6 @@ Not promised: that a Hub id without `revision` is the same model tomorrow; a run
 """
 
 import os
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,11 +90,12 @@ def publish_model(config: InnerConfig, out_dir: Path) -> None:
 
 
 def load_start(
-    model_dir: Path, dtype: str, lora: "LoraSettings | None" = None, base: str | None = None
+    model_dir: Path, dtype: str, lora: "LoraSettings | None" = None, base: str | None = None, source: str = ""
 ) -> tuple[Any, list[str]]:
     """Load the start model as `build_inner` does; return (model, names of weights in no file, drawn at random).
 
-    lora: if given, also load the adapter in that folder, on its base.   base: "nf4" for 4 bits without an adapter."""
+    lora: if given, also load the adapter in that folder, on its base.   base: "nf4" for 4 bits without an adapter.
+    source: if given, the model's name in the error that refuses drawn weights other than the head's."""
     silence_transformers()
     try:
         loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
@@ -104,6 +104,8 @@ def load_start(
             f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
         ) from error
     model, found = loaded
+    if source and found["missing_keys"]:
+        _refuse_drawn(source, model, found)
     if lora is not None:
         model = _load_adapter(model, model_dir, lora)
     return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
@@ -138,7 +140,8 @@ def _load_model(
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
             model, found = _read(source, config.dtype, base, local_files_only=local, output_loading_info=True, **where)
-            refuse_drawn(source, found["missing_keys"])
+            if found["missing_keys"]:
+                _refuse_drawn(source, model, found)
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(
@@ -148,13 +151,10 @@ def _load_model(
     return model, with_padding(tokenizer, model)
 
 
-def refuse_drawn(source: str, missing: Iterable[str]) -> None:
-    """Raise InnerError if no file has some weights: Transformers draws those at random.  Only a head may be missing."""
-    if lost := sorted(name for name in missing if not name.endswith("lm_head.weight")):
-        raise InnerError(
-            f"the files of the model {source} lack {len(lost)} of its weights ({', '.join(lost[:2])}, …), so they "
-            "would be drawn at random. Save it again with save_pretrained, of the model inside torch.compile or DDP."
-        )
+def _refuse_drawn(source: str, model: Any, found: Any) -> None:
+    from inner.models.drawn import refuse_drawn
+
+    refuse_drawn(source, model, found["missing_keys"], found["unexpected_keys"])
 
 
 def with_padding(tokenizer: Any, model: Any) -> Any:

@@ -219,10 +219,11 @@ def _check_members(config: InnerConfig, environment: type) -> None:
     spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
         raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
+    weights = [*config.rewards.weights.values()] or config.trl.get("reward_weights")
     is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
-    if not is_scored and not hasattr(environment, "get_reward"):
+    if not (any(weights) if weights else is_scored) and not hasattr(environment, "get_reward"):
         raise InnerError(
-            f"environment {spelling} has no `get_reward` and there is no reward. Add the method, or set "
+            f"environment {spelling} has no `get_reward`, and no other reward counts. Add the method, or set "
             'inner.rewards.function = "file.py:function".'
         )
     if config.sdpo.is_used and config.sdpo.context == "hint" and not tool_names(environment):

@@ -446,10 +446,10 @@ class Membership:
 
     def _beat(self) -> None:
         self._beats += 1
-        self.status.note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
+        note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
         beat = Beat(
             slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
-            pid=self.pid, **vars(self.status),
+            pid=self.pid, **vars(replace(self.status, note=note)),
         )  # fmt: skip
         self.store.put(layout.beat_key(self.slot), beat.encode())
 

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from diloco.actor import main
+from diloco.actor.actor import Actor
 from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
@@ -18,11 +21,13 @@ from diloco.run.config import ConfigError, RunConfig
 from diloco.run.record import read_run
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control, write_control
+from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
 from rendezvous.records.records import Beat, Claim
 from rendezvous.records.rollouts import Rollouts, read_record
 from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
+from tests.support.fakes import ManualClock
 from tests.support.fleet import Fleet
 
 H4 = Pace(interval=4, accumulated=1, served=1)
@@ -118,6 +123,24 @@ def test_a_slot_that_is_dead_gets_no_more_places() -> None:
     pace, at = Pace(6, 1, 1), Standing("r00", 10, 60, 0, 0.1)
     assert open_places([at], lambda *_: False, pace, weights=11, staleness=1)
     assert open_places([at], lambda *_: False, pace, weights=13, staleness=1) == []
+
+
+def test_a_slot_with_outer_steps_shorter_than_a_heartbeat_is_not_dead() -> None:
+    """Before: with .6 s steps and a heartbeat each 5 s, a living slot's heartbeat was up to 8 steps old: no places."""
+    actor: Any = Actor.__new__(Actor)
+    clock = ManualClock()
+    actor._session, actor._steps = SimpleNamespace(clock=clock, timing=Timing(beat=5.0)), []
+    actor._status, pace, dead_at = SimpleNamespace(step=0), Pace(2, 1, 1), 60.0
+    began, had = clock.now(), list[bool]()
+    while (passed := clock.now() - began) < 90.0:
+        actor._status.step = int(passed / 0.6)
+        read = int(min(passed, dead_at) // 5 * 5 / 0.6)
+        at, former = Standing("r00", read, 2 * read, 0, 0.3), actor._former_step()
+        found = open_places([at], lambda *_: False, pace, weights=int(passed / 0.6), former=former, staleness=4)
+        had.append(bool(found))
+        clock.sleep(0.5)
+    alive, after = int(dead_at / 0.5), int((dead_at + 2 * 5.0 + 4 * 0.6) / 0.5)
+    assert all(had[20:alive]) and not any(had[after:]), "two heartbeats after its last one, a dead slot gets none"
 
 
 def test_standings_are_those_of_slots_that_train() -> None:

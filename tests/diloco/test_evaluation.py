@@ -1,8 +1,10 @@
 """Held-out evaluation: shares that cover every prompt once, sums that add up to the exact mean, and lost replicas."""
 
+import json
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 
 from diloco.replica.evaluation import Evaluator
-from diloco.run.data_files import refuse_overlap
+from diloco.run.data_files import check_held_out, refuse_overlap
 from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
+from inner.settings.inner import InnerConfig
+from inner.settings.task import EVAL
 
 ROWS = [{"prompt": f"question {i}", "value": i % 7 / 7} for i in range(25)]
 
@@ -236,3 +240,23 @@ def test_held_out_prompts_that_training_has_seen_are_counted_and_refused() -> No
     refuse_overlap(training, [{"prompt": "c"}])
     with pytest.raises(EvalError, match=r"2 of the 3 prompts .* first: \[\{"):
         refuse_overlap(training, [{"prompt": [dict(reversed(chat[0].items()))]}, {"prompt": "c"}, {"prompt": "b"}])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "words"),
+    [
+        ("abcd", {}, ""),
+        ("aaab", {}, "warning: of the 4 prompts of [eval], only 2 are different. "),
+        ("aaab", {"environment": "env.py:E"}, ""),
+    ],
+)
+def test_copies_among_held_out_prompts_are_told(tmp_path: Path, prompts: str, sampling: dict, words: str) -> None:
+    """Each copy counts as a prompt of its own: of 4 rows with 3 copies, √((3² + 1²) / 4) = 1.6 times too sure.
+    Beside an environment another column may make another task of the same prompt."""
+    path = tmp_path / "held_out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "row": i}) + "\n" for i, text in enumerate(prompts)))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "e", "row": 0}')
+    inner = InnerConfig(model="a/b", data={"prompts": "t.jsonl"}, rewards={"function": "r.py:f"}, sampling=sampling)
+    files = {EVAL: path, "prompts": tmp_path / "train.jsonl"}
+    told = check_held_out(EvalConfig(prompts=str(path)), inner, files)
+    assert told.startswith(words) and bool(told) == bool(words) and ("1.6 times too small" in told) == bool(words)

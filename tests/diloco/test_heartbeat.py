@@ -80,6 +80,15 @@ def member(store: FaultyStore, told: Told) -> Membership:
     return members
 
 
+def test_a_beat_cuts_a_note_and_leaves_the_status_alone() -> None:
+    """Before: the beating thread wrote the cut note back, over one that the training thread set meanwhile."""
+    members = member(store := run(), Told())
+    members.status.note = "note" * 1000
+    members.tick()
+    beat = read_beat(store.inner, "r00")
+    assert beat and len(beat.note) < 4000 and members.status.note == "note" * 1000
+
+
 PARTS = {  # part -> (verb, key) of its first request, and what the others still do
     "beat": ("put", "alive/r00"),
     "look for successor": ("get", "replicas/r00"),

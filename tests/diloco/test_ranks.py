@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.outer.make import make_diloco
+from diloco.outer.managers.manager import StoreManager
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main
+from diloco.replica.ranks import _has_no_round_left
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
+from rendezvous.agreement.rules import Timing
 from rendezvous.stores.open import open_store
 from tests.support.fleet import WAIT_S, context
 from tests.support.ranks import run_fleet, start, wait, words
@@ -165,6 +169,24 @@ def end_a_program(folder: str) -> int:
     child.join(30)
     tell_leader("ended", child.exitcode)
     return 0
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_rank_that_ends_well_is_not_missed_after_the_loop_has_left_the_run(steps: int, tmp_path: Path) -> None:
+    """Before, in a run without an end, or with a loop shorter than it: rank 0 was ended while it saved its model."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wishes = {"steps": steps} if steps else {}
+    timing = Timing(beat=0.1, poll=0.01, give_up=100.0)
+    manager = StoreManager(f"file://{tmp_path}/run", "r00", replicas=1, timing=timing, **wishes)
+    with make_diloco(model, optimizer, manager, sync_every=2):
+        for _ in range(4):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        session: Any = manager.session
+        assert not _has_no_round_left(session)
+    assert _has_no_round_left(session) and not session.rv.is_done
 
 
 def test_a_rank_ignores_sigterm_and_its_programs_do_not(tmp_path: Path) -> None:

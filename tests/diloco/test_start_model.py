@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPTNeoXConfig, PhiConfig, Qwen2Config
 
 from diloco.model.export import export, state_at
 from diloco.model.publish import publish, publish_model
@@ -25,6 +25,7 @@ from diloco.run.founding import open_run
 from diloco.run.record import ModelRecord, read_run
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
+from inner.models.drawn import refuse_drawn
 from inner.models.hub_model import link_hub_files, needed_files, pin_hub_model
 from inner.models.naming import HubError, HubModel
 from inner.train.build import load_start
@@ -443,5 +444,19 @@ def test_a_model_whose_weights_are_in_no_file_is_refused(tmp_path: Path, change:
     if change == "lacks its head":
         made(start, tmp_path / "out")
     else:
-        with pytest.raises(InnerError, match=r"lack \d+ of its weights .*drawn at random"):
+        mend = r"They have _orig_mod\.lm_head.* DDP again" if change == "renamed" else "Set inner.model to a complete"
+        with pytest.raises(InnerError, match=rf"lack \d+ of its weights .*drawn at random\. {mend}"):
             made(start, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [PhiConfig, GPTNeoXConfig, Qwen2Config])
+def test_a_base_model_is_accepted_whatever_its_head_is_called(tmp_path: Path, kind: Any) -> None:
+    """Before: the head's bias and a head of another name were refused as a model of torch.compile."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    more = {"num_key_value_heads": 2} if kind is Qwen2Config else {}
+    AutoModel.from_config(kind(vocab_size=64, **sizes, **more)).save_pretrained(tmp_path)
+    model, drawn = load_start(tmp_path, "float32", source="org/base")
+    head = {name for name, _ in model.get_output_embeddings().named_parameters()}
+    assert {name.rpartition(".")[2] for name in drawn} == head and len(head) == 1 + (kind is PhiConfig)
+    with pytest.raises(InnerError, match=r"Set inner\.model to a complete checkpoint"):
+        refuse_drawn("org/base", model, [*drawn, next(iter(model.state_dict()))], [])

@@ -228,6 +228,20 @@ def test_check_looks_at_the_environment(tmp_path: Path, body: str, words: str | 
             check_inner(config, files)
 
 
+@pytest.mark.parametrize(
+    "only_logged", [{"rewards": {"functions": {"r.py:f": 0.0}}}, {"trl": {"reward_weights": [0.0]}}]
+)
+def test_an_environment_beside_a_reward_that_is_only_logged_has_one_of_its_own(
+    tmp_path: Path, only_logged: dict[str, Any]
+) -> None:
+    files = {**reward_file(tmp_path, "def f(completions, **row): return [0.0] * len(completions)\n")}
+    (tmp_path / "e.py").write_text("class E:\n    def reset(self, **row): pass\n")
+    rewards = {"rewards": {"function": "r.py:f"}} if "trl" in only_logged else {}
+    config = InnerConfig(**{**OWN, **rewards, **only_logged}, sampling={"environment": "e.py:E"})
+    with pytest.raises(InnerError, match="has no `get_reward`, and no other reward counts"):
+        check_inner(config, {**files, "environment": tmp_path / "e.py"})
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

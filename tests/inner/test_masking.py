@@ -42,6 +42,27 @@ def test_numbers_and_short_values_are_no_secrets() -> None:
     assert json.loads(secret_masker(secrets_here(environ))(json.dumps({"n": 10000000}))) == {"n": 10000000}
 
 
+def test_names_of_files_and_tokenizers_are_no_secrets() -> None:
+    """Before: TOKENIZER_NAME=Qwen/Qwen3-0.6B turned the model's name into *** in every event."""
+    for name in ("TOKENIZER_NAME", "HF_TOKENIZER", "SSH_KEY_PATH", "TOKEN_FILE", "my_secret_dir", "TOKENIZERS_PATH"):
+        assert secrets_here({name: "Qwen/Qwen3-0.6B"}) == [], name
+    for name in ("TOKENIZER_API_KEY", "PATH_KEY", "HF_TOKEN", "KEY_FILE_PASSWORD", "TOKEN_FILES"):
+        assert secrets_here({name: "Qwen/Qwen3-0.6B"}), name
+    assert secrets_here({"TOKEN_RATE": "1.25000001e-05"}) == [], "a number in JSON"
+
+
+@pytest.mark.parametrize(
+    "text", ["line\n0secret-abcdef", "\u00f00secret-abcdef", "\\n0secret-abcdef", "n0secret-abcdef"]
+)
+def test_no_escape_sequence_is_cut(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: of a line's end before a secret without its first letter, a lone backslash was left."""
+    for secret in ("n0secret-abcdef", "f00secret-abcdef"):
+        monkeypatch.setenv("HF_TOKEN", secret)
+        line = secret_masker(secrets_here())(json.dumps({"text": text}))
+        assert json.loads(line) == {"text": text.replace(secret, "***")}
+        assert mask_secrets(text) == text.replace(secret, "***")
+
+
 @pytest.mark.parametrize("value", ['with "quotes" in it', "a\\backslash\\x", "ümläut-1234"])
 def test_a_secret_is_found_in_any_spelling(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", value)

@@ -87,6 +87,13 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path, kind: s
         read(path, DataSettings())
 
 
+@pytest.mark.parametrize("end", ["\n", " \n", "\t\n \n", "   "])
+@pytest.mark.parametrize("columns", ["prompt", "prompt,answer"])
+def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> None:
+    (tmp_path / "train.csv").write_text(f"{columns}\n{columns}\n{end}")
+    assert read(tmp_path / "train.csv", DataSettings()) == [{name: name for name in columns.split(",")}]
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_empty_split(tmp_path: Path, kind: str) -> None:
     with pytest.raises(InnerError, match=f"'train.{kind}' is empty"):

@@ -70,9 +70,8 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
         ({"reward_weights": [0.0]}, r"reward_weights = \[0.0\] teaches nothing: weights are finite numbers"),
         ({"reward_weights": [float("nan")]}, "teaches nothing: weights are finite numbers"),
         ({"reward_weights": ["one"]}, "teaches nothing: weights are finite numbers"),
-        ({"top_entropy_quantile": -1}, "top_entropy_quantile = -1 must be greater than 0 and at most 1"),
-        ({"top_entropy_quantile": 0.0}, "must be greater than 0 and at most 1"),
-        ({"top_entropy_quantile": 20.0}, "must be greater than 0 and at most 1"),
+        ({"top_entropy_quantile": -1}, "top_entropy_quantile = -1 must be at least 0 and at most 1"),
+        ({"top_entropy_quantile": 20.0}, "must be at least 0 and at most 1"),
         ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos = 0.0 must be greater than 0"),
         ({"sapo_temperature_neg": -1}, "sapo_temperature_neg = -1 must be greater than 0"),
         ({"top_p": 1.5}, "top_p = 1.5 must be greater than 0 and at most 1"),
@@ -101,6 +100,7 @@ def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
         ({"num_beams": 4}, "Leave it out: a rollout is sampled"),
         ({"eos_token_id": 5}, "Leave it out: special tokens"),
         ({"top_k": 5}, "Use inner.trl.top_k"),
+        ({"max_time": 5.0}, "max_time = 5.0, which cuts completions after so many seconds.* Leave it out"),
         ("temperature = 0.6", "is no JSON object"),
         ("[1]", "is no JSON object"),
     ],
@@ -109,6 +109,17 @@ def test_generation_kwargs_cannot_replace_what_the_run_owns(given: Any, use: str
     """Before: sampled at .6, while the loss took log-probs at inner.sampling.temperature."""
     with pytest.raises(InnerError, match=f"(?s)inner.trl.generation_kwargs .*{use}"):
         InnerConfig(trl={"generation_kwargs": given})
+
+
+@pytest.mark.parametrize("name", ["do_sample", "num_beams", "temperature", "top_k"])
+def test_generation_kwargs_may_say_what_the_run_says(name: str) -> None:
+    """Before: do_sample = true was refused, because a rollout is sampled."""
+    same = {"do_sample": True, "num_beams": 1, "temperature": 0.6, "top_k": 5}[name]
+    run: dict[str, Any] = {"sampling": {"temperature": 0.6}, "trl": {"top_k": 5, "generation_kwargs": {name: same}}}
+    assert InnerConfig(**run).trl["generation_kwargs"] == {name: same}
+    if name == "do_sample":  # vLLM's sampling has no setting of that name
+        with pytest.raises(InnerError, match=r"do_sample = True.* Leave it out"):
+            InnerConfig(**run, vllm={})
 
 
 @pytest.mark.parametrize("given", [{}, {"no_repeat_ngram_size": 3}, '{"no_repeat_ngram_size": 3}'])
@@ -122,6 +133,24 @@ def test_a_part_of_the_policy_loss_is_refused_where_that_is_left_out(name: str) 
     assert InnerConfig(trl={name: 1.5}, **alone).trl
     with pytest.raises(InnerError, match=f"inner.trl.{name} = 1.5 does nothing here.*inner.grpo.weight above 0"):
         InnerConfig(trl={name: 1.5}, grpo={"weight": 0}, **alone)
+
+
+def test_no_entropy_is_too_low_for_a_quantile_of_0() -> None:
+    """It is the strictest quantile and not "off": TRL then trains the token of the highest entropy."""
+    assert InnerConfig(trl={"top_entropy_quantile": 0.0}).trl == {"top_entropy_quantile": 0.0}
+    with pytest.raises(InnerError, match=r"top_entropy_quantile = 0\.0 does nothing here"):
+        InnerConfig(
+            trl={"top_entropy_quantile": 0.0}, grpo={"weight": 0}, replay={"weight": 0.1, "pairs": "pairs.jsonl"}
+        )
+
+
+@pytest.mark.parametrize("scored", [{"environment": "env.py:E"}, {"boxes": "local"}])
+@pytest.mark.parametrize("own", [{"function": "r.py:f"}, {"functions": {"r.py:f": 0.0}}])
+def test_a_reward_that_is_only_logged_stands_beside_one_that_has_no_line(scored: Any, own: Any) -> None:
+    """Before: refused as a run without a reward, though TRL gives an environment's get_reward the weight 1."""
+    trl = {} if "functions" in own else {"reward_weights": [0.0]}
+    rows = {"task": "harbor:tasks"} if "boxes" in scored else {"prompts": "p.jsonl"}
+    assert InnerConfig(model="a/b", data=rows, sampling=scored, rewards=own, trl=trl).rewards.lines
 
 
 def test_rewards_are_normalised_before_their_sum_where_the_objective_scales_by_group() -> None:

@@ -34,7 +34,7 @@ from rendezvous.records.records import new_nonce
 from rendezvous.records.rollouts import Rollouts, payload_digest, read_record, seal_bundle
 from rendezvous.store import PatientStore
 from tests.sim.replica import Process, Replica
-from tests.sim.simulate import Acting, Schedule, World, draw
+from tests.sim.simulate import TIMING, Acting, Schedule, World, draw
 from tests.support.fakes import Foreign
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class SimActor(Actor):
         self._status: Any = SimpleNamespace(step=0, inner=0, data=0, rate=0.0, note="")
         self._session: Any = SimpleNamespace(
             rv=SimpleNamespace(slot=process.slot, wanted=Wanted(), store=store), clock=clock, emit=self._tell,
-            watchdog=SimpleNamespace(resume=lambda: None, rest=lambda: None),
+            watchdog=SimpleNamespace(resume=lambda: None, rest=lambda: None), timing=TIMING,
         )  # fmt: skip
         self._sampler: Any = StubSampler(self)
         self._follower: Any = SimpleNamespace(poll=self._newest)
@@ -187,6 +187,7 @@ class SimActor(Actor):
         self._pace = Pace(world.plan.rules.sync_every // world.plan.rules.fragments, 1, plan.served)
         self._open_since = {}
         self._ranks = dict[tuple[str, int], int]()
+        self._steps = []
 
     def _tell(self, event: str, **fields: object) -> None:
         self.w.fired[f"told: {event}"] += 1
