@@ -242,6 +242,7 @@ $(NF4)/.installed: | install
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
 test-vllm: $(VLLM)/.installed $(SMOLLM2)
 	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_vllm.py tests/diloco/test_weights_vllm.py
+	$(VLLM)/bin/python -m pytest -q -s tests/inner/test_engines_real.py
 	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" --ignore-glob="*test_boxes*" tests/inner tests/diloco/test_lora.py tests/diloco/test_outer.py
 
 # the second set of versions, and vLLM's CPU build, which is not of the project; the three that go are built for another torch

@@ -395,8 +395,8 @@ def test_a_stop_whose_reader_leaves_stops_all_the_same(tmp_path):
     [
         (["export", "RUN", "--to", "m", "--dry-run"], "--public and --dry-run belong to --push"),
         (["export", "RUN", "--to", "m", "--public"], "--public and --dry-run belong to --push"),
-        (["watch", "RUN", "--port", "8080"], "of the page that --web serves"),
-        (["watch", "RUN", "--bind", "0.0.0.0"], "of the page that --web serves"),
+        (["watch", "RUN", "--port", "8080"], "belong to the page that --web serves"),
+        (["watch", "RUN", "--bind", "0.0.0.0"], "belong to the page that --web serves"),
         (["stop", "--all", "--executor", "modal", "--purge"], "--purge and --grace belong to `diloco stop RUN`"),
         (["stop", "RUN", "--option", "namespace=me"], "--option belongs to --all"),
         (["stop", "--all", "--executor", "modal", "--grace", "60"], "--purge and --grace belong to `diloco stop RUN`"),

@@ -103,6 +103,8 @@ def test_a_server_samples_with_the_newest_adapter_through_the_tool_loop(server: 
     assert max(body["n"] for body in asked) == loop.trainer.args.num_generations
     assert all(body["temperature"] == 0.8 and body["return_token_ids"] for body in asked)
     assert len({body["seed"] for body in asked}) == len(asked)
+    ends = sorted(loop.trainer._settings(0).ends)
+    assert all(body["stop_token_ids"] == ends and body["ignore_eos"] for body in asked), "the run's stop tokens alone"
 
 
 def without(*path: str) -> Callable[[dict[str, Any]], Any]:

@@ -1,14 +1,22 @@
-"""The real llama.cpp as an actor's engine: SmolLM2's own file in three precisions, with a LoRA adapter.
+"""The real llama.cpp and a real vLLM server as an actor's engine: SmolLM2's own file, with a LoRA adapter.
 
-SmolLM2, dequantised ──▶ F32, Q8_0, Q4_0 .gguf ──▶ llama.cpp + adapter.gguf ──▶ ids, log-probs ──▶ check_rollouts
-                    └──▶ transformers + the adapter, fp32 ────────────────────────────────────────────┘
+SmolLM2, dequantised ─┬▶ F32, Q8_0, Q4_0 .gguf ──▶ llama.cpp + adapter.gguf ───▶ ids, log-probs ──▶ check_rollouts
+                      ├▶ vLLM's server, fp32 and bf16 + adapter files ─────────▶ ids, log-probs ──▶ check_rollouts
+                      └▶ transformers + the adapter, fp32 ───────────────────────────────────────────┘
 """
 
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -18,14 +26,18 @@ from inner import check_rollouts
 from inner.models.gguf import load_gguf
 from inner.models.lora import new_adapter
 from inner.settings.task import LoraSettings
+from inner.settings.vllm import has_vllm
 from tests.support.gguf_files import requantise
+from tests.support.vllm_replica import ENVIRON
 
 SMOLLM2 = Path(__file__).parents[2] / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 pytestmark = [
-    pytest.mark.skipif(not find_spec("llama_cpp") or not SMOLLM2.exists(), reason="make test-engines runs it"),
+    pytest.mark.skipif(not SMOLLM2.exists(), reason="make smollm2 fetches it"),
     pytest.mark.slow,
     pytest.mark.timeout(1200),
 ]
+needs_llama = pytest.mark.skipif(not find_spec("llama_cpp"), reason="make test-engines runs it")
+needs_vllm = pytest.mark.skipif(not has_vllm(), reason="make test-vllm runs it")
 BUNDLES, N, TOKENS = 20, 4, 48
 PROMPTS = ("Name three rivers of Europe.", "What is 17 + 25?", "Write a haiku about rain.", "Why is the sky blue?")
 Made = tuple[Any, Any]
@@ -72,6 +84,7 @@ def checked(made: Made, engine: Any, bundles: int, temperature: float = 1.0) -> 
     ]
 
 
+@needs_llama
 def test_the_exact_files_log_probs_are_the_models_with_the_adapter_and_follow_its_changes(
     made: Made, tmp_path: Path
 ) -> None:
@@ -100,6 +113,7 @@ def test_the_exact_files_log_probs_are_the_models_with_the_adapter_and_follow_it
                     parameter.copy_(before[name])
 
 
+@needs_llama
 def test_eight_bits_are_believed_and_four_bits_are_doubted_at_once(made: Made, tmp_path: Path) -> None:
     found = checked(made, an_engine(made, tmp_path, Kind.Q8_0), BUNDLES)
     _print("Q8_0", found)
@@ -114,3 +128,79 @@ def _print(name: str, found: list[Any]) -> None:
     least = min(one.disagreement for one in found)
     doubted, z = sum(bool(one.doubts) for one in found), max(abs(one.surprise) for one in found)
     print(f"{name}: {doubted} of {len(found)} doubted, disagreement {least:.3f} to {worst:.3f}, |z| at most {z:.1f}")
+
+
+@contextmanager
+def a_vllm_server(base: Path, log: Path, *options: str) -> Iterator[str]:
+    """Start vLLM's own server of the model in `base`, and stop it in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(base), "--enable-lora",
+        "--max-lora-rank", "16", "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1",
+        "--port", str(port), *options,
+    ]  # fmt: skip
+    environ = {**os.environ, **ENVIRON, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, env=environ, stdout=out, stderr=out)
+    try:
+        while not is_up(address):
+            assert server.poll() is None, log.read_text()[-2000:]
+            time.sleep(1.0)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def a_base(folder: Path) -> Path:
+    """The model without an adapter, as transformers and vLLM read it."""
+    model, tokenizer = load_gguf(str(SMOLLM2), "float32")
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    return folder / "base"
+
+
+@needs_vllm
+@pytest.mark.parametrize("dtype, limit", [("float32", 0.001), ("bfloat16", 0.08)])
+def test_a_real_vllm_servers_rollouts_are_believed_with_the_adapter_and_follow_its_changes(
+    made: Made, tmp_path: Path, dtype: str, limit: float
+) -> None:
+    from inner.extras.engines.server import AdapterServer
+
+    model, tokenizer = made
+    options = ("--dtype", dtype, "--logprobs-mode", "processed_logprobs")
+    with a_vllm_server(a_base(tmp_path), tmp_path / "log", *options) as address:
+        engine = AdapterServer(address, model.peft_config["default"], name="a00", folder=tmp_path)
+        engine.load(model.named_parameters())
+        for temperature in (1.0, 0.7):
+            found = checked(made, engine, 3, temperature)
+            _print(f"vLLM {dtype}, T = {temperature}", found)
+            assert not any(one.doubts or one.disagreement > limit for one in found)
+        rollouts = [one for seed in range(3) for one in a_bundle(engine, tokenizer, seed)]
+        with model.disable_adapter():
+            assert check_rollouts(model, rollouts).disagreement > 0.05, "the adapter counts"
+        assert check_rollouts(model, rollouts).disagreement < min(limit, 0.04)
+        engine.load((name, -p if "lora_B" in name else p) for name, p in model.named_parameters())
+        assert check_rollouts(model, a_bundle(engine, tokenizer, 3), seed=1).doubts, "it follows"
+        models = httpx.get(f"{address}/v1/models").json()["data"]
+        assert sum(bool(one["parent"]) for one in models) == 1, "the adapter before is unloaded"
+
+
+@needs_vllm
+def test_a_vllm_servers_raw_log_probs_are_doubted_where_the_temperature_is_not_1(made: Made, tmp_path: Path) -> None:
+    from inner.extras.engines.server import AdapterServer
+
+    with a_vllm_server(a_base(tmp_path), tmp_path / "log", "--dtype", "float32") as address:
+        engine = AdapterServer(address, made[0].peft_config["default"], name="a00", folder=tmp_path)
+        engine.load(made[0].named_parameters())
+        (fine,), (other,) = checked(made, engine, 1), checked(made, engine, 1, 0.7)
+        assert not fine.doubts and other.doubts, (fine, other)

@@ -96,7 +96,8 @@ class AdapterServer:
         asked = {
             "model": self._model, "prompt": list(prompt), "n": n, "max_tokens": settings.most,
             "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
-            "stop_token_ids": sorted(settings.ends), "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
+            "stop_token_ids": sorted(settings.ends), "ignore_eos": True,  # its model may name other stop tokens
+            "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
         said = self._post("/v1/completions", lambda: asked)
         try:
