@@ -16,8 +16,10 @@ Not promised: text that could not be written.
 
 import errno
 import io
+import os
 import signal
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO, cast
 
 from inner.printable import printable
@@ -77,6 +79,37 @@ def asking_signals() -> list[signal.Signals]:
     """Return the signals by which a user, a platform or a closed terminal asks a process to end."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hangs_up]
+
+
+def hear_asking(
+    act: Callable[[], object], numbers: Iterable[signal.Signals] | None = None
+) -> dict[signal.Signals, Any]:
+    """Call act() at a signal that asks this process to end; return the handlers before.   numbers: default: all.
+
+    A forked child has Python's own handlers: a reward's multiprocessing.Pool ends its workers with SIGTERM.
+    """
+    hear = lambda *_: act()  # noqa: E731
+    _ours.append(hear)
+    return {number: signal.signal(number, hear) for number in (asking_signals() if numbers is None else numbers)}
+
+
+def _forget_in_child() -> None:
+    for number in asking_signals():
+        if signal.getsignal(number) in _ours:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _mask(signal.SIG_UNBLOCK)
+
+
+def _mask(how: int) -> None:
+    if _ours:
+        signal.pthread_sigmask(how, asking_signals())
+
+
+_ours: list[Any] = []
+os.register_at_fork(  # a signal between the fork and the child's own handlers waits for them
+    before=lambda: _mask(signal.SIG_BLOCK), after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
+    after_in_child=_forget_in_child,
+)  # fmt: skip
 
 
 def _lossy_stream(fd: int, like: TextIO) -> io.TextIOWrapper:

@@ -23,12 +23,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from diloco.process import exitcodes
-from diloco.process.output import asking_signals
+from diloco.process.output import asking_signals, hear_asking
 from diloco.process.processes import describe_exit
 
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
@@ -168,8 +167,7 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
     """Be a rank, from its first line to its end. Its last words go to rank 0."""
     os.environ.update(environment)
     _leader.append(pipe)
-    for number in asking_signals():
-        signal.signal(number, partial(_ignore, os.getpid()))
+    hear_asking(lambda: None)  # its programs end as usual: with SIG_IGN they would ignore these signals, too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = exitcodes.CRASHED
     try:
@@ -193,13 +191,6 @@ def tell_leader(*message: Any) -> None:
     """Send a message to rank 0 (Followers.on_told).   Any thread of a rank may call this."""
     with _speaking, suppress(OSError):
         _leader[0].send(message)
-
-
-def _ignore(pid: int, number: int, _: Any) -> None:
-    """Ignore a signal in this process alone. With SIG_IGN, its programs would ignore it, too, and never end."""
-    if os.getpid() != pid:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def _end_with_parent() -> None:

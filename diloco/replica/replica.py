@@ -10,7 +10,6 @@ The exit code shows why the process ended (diloco/process/exitcodes.py).  Not pr
 
 import math
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from diloco.model.fetch import fetch_files, fetch_model
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
-from diloco.process.output import asking_signals, survive_lost_output
+from diloco.process.output import hear_asking, survive_lost_output
 from diloco.process.processes import is_named_alive
 from diloco.process.session import Session
 from diloco.run.config import BUCKET, ConfigError, RunConfig, derive_seed
@@ -104,8 +103,7 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)
     session.on_event = lambda event, fields: _print_step(session, event, fields)
-    for number in asking_signals():
-        signal.signal(number, lambda *_: session.ask_to_leave("got a signal to end"))
+    hear_asking(lambda: session.ask_to_leave("got a signal to end"))
     try:
         return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:

@@ -38,7 +38,7 @@ from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.outer.ranks.lead import lead, tell
 from diloco.process import exitcodes
-from diloco.process.output import asking_signals
+from diloco.process.output import asking_signals, hear_asking
 from diloco.process.session import Session
 from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
@@ -263,9 +263,8 @@ class DiLoCoCallback(TrainerCallback):
         if threading.current_thread() is not threading.main_thread() or self.manager is None:
             return
         manager = self.manager
-        for number in asking_signals():
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._handlers[number] = signal.signal(number, lambda *_: manager.ask_to_leave("got a signal to end"))
+        free = [number for number in asking_signals() if signal.getsignal(number) is signal.SIG_DFL]
+        self._handlers |= hear_asking(lambda: manager.ask_to_leave("got a signal to end"), free)
 
     def _leave_after_error(self) -> None:
         """Log the trainer's error in the run, because on_train_end was not called."""

@@ -205,7 +205,7 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("diloco.replica.replica.asking_signals", list)  # a replica's process keeps them to its end
+    monkeypatch.setattr("diloco.replica.replica.hear_asking", lambda act: None)
     lora = {**PLAIN, "lora": {"r": 4, "alpha": 8.0}}
     fleet = a_fleet(tmp_path, inner=lora, fleet={"broadcast_weights": True, "actor_engine": "llama_cpp:b.gguf"})
     assert main([fleet.url, "--engine", "sglang:x"]) == exitcodes.USER_ERROR

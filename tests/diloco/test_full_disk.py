@@ -275,6 +275,29 @@ def test_a_closed_terminal_asks_like_a_sigterm_and_nohup_is_heeded() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+FORKS = """
+import multiprocessing, os, signal, time
+from diloco.process.output import hear_asking
+heard = []
+hear_asking(lambda: heard.append(1))
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.map(abs, [-1, 2]) == [1, 2]
+busy = multiprocessing.get_context("fork").Process(target=pow, args=(3, 10**9))  # in C: no handler of Python would run
+busy.start()
+busy.terminate()
+busy.join()
+assert busy.exitcode == -signal.SIGTERM and not heard
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0)
+assert heard == [1]
+"""
+
+
+def test_a_rewards_own_processes_end_when_it_ends_them() -> None:
+    """Before: a worker of multiprocessing.Pool took SIGTERM for the replica's, and the reward waited for ever."""
+    subprocess.run([sys.executable, "-c", FORKS], check=True, timeout=60, cwd=Path(__file__).parents[2])
+
+
 def test_nothing_is_launched_where_its_files_find_no_room(tmp_path: Path, disk: Callable[[int], Disk]) -> None:
     small = disk(64)
     small.fill()

@@ -259,7 +259,7 @@ def _end_in_words(s: Observation) -> str:
     if s.exit_code == exitcodes.FENCED:
         return "fenced by a generation that is silent now"
     if s.exit_code == exitcodes.DONE:
-        return "it ended well, and more outer steps are wanted"
+        return "it ended with exit code 0, and more outer steps are wanted"
     if s.state is State.CANCELLED:
         return "cancelled, and not by this run"
     return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)

@@ -225,7 +225,8 @@ class Slots:
             (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
             or (status.exit_code == exitcodes.GAVE_UP and awaited)
         )
-        own_fault = failed and not by_reward and status.exit_code not in BLAMELESS
+        idle = status.state is State.SUCCEEDED and not counted and not report.done  # e.g. os._exit(0) in a reward
+        own_fault = idle or (failed and not by_reward and status.exit_code not in BLAMELESS)
         return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
 
     def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
