@@ -98,7 +98,8 @@ class StepFacts:
 
 
 def read_step(run: Run, step: int) -> StepFacts:
-    """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken."""
+    """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken, ChainBroken if a
+    commit near it is lost."""
     store = PatientStore(run.store, SystemClock(), 10.0)
     rules = run.config.outer.rules
     head = newest_head(store)
@@ -107,6 +108,7 @@ def read_step(run: Run, step: int) -> StepFacts:
     chain = Chain(store, rules.window + rules.fragments * rules.max_carry + 2)
     first = max(0, step - max(2, rules.fragments))
     last = min(head - 1, step + rules.fragments * rules.max_carry)
+    chain.read_before(last + 1)
     known = {t: commit for t in range(first, last + 1) if (commit := chain.read(t)) is not None}
     commit = known[step]
     before = tuple(known[t] for t in (step - 1, step - 2) if t in known)
