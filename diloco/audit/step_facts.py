@@ -98,8 +98,7 @@ class StepFacts:
 
 
 def read_step(run: Run, step: int) -> StepFacts:
-    """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken, ChainBroken if a
-    commit near it is lost."""
+    """Read the facts of the outer step from θ_step to θ_step+1.   Raises ConfigError if it was not taken."""
     store = PatientStore(run.store, SystemClock(), 10.0)
     rules = run.config.outer.rules
     head = newest_head(store)

@@ -12,13 +12,16 @@ Not promised: a loss after which no record was written, or of which LIST does no
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.errors import ChainBroken, Forged
 from rendezvous.records.records import Commit, Leave, Offer, Snapshot, decode_or_none
 from rendezvous.store import Readable
+
+if TYPE_CHECKING:
+    from diloco.runlog.reader import Report
 
 R = TypeVar("R", Snapshot, Offer, Commit, Leave)
 FOLDERS = (layout.SNAPSHOTS, layout.LEAVES, layout.STEPS)
@@ -66,6 +69,18 @@ def refuse_broken_chain(store: Readable) -> None:
         t += 1
     if (lost := lost_commit(store, t)) is not None:
         raise ChainBroken(f"{lost.in_words()}. Nothing was deleted")
+
+
+def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
+    """Write into `report.damage` which commit is lost or altered.   folders: to list; None: those of the next steps."""
+    cheap = (layout.SNAPSHOTS, layout.offers_prefix(report.head + 1))  # two LISTs in a run of any length
+    if not report.damage and (lost := lost_commit(store, report.head, folders or cheap)) is not None:
+        report.damage = lost.in_words()
+    odd = next((step.t for step in report.steps if not step.linked), None)
+    if not report.damage and odd is not None:
+        report.damage = (
+            f"commit {odd} does not follow commit {odd - 1}: one of the two was altered, or is another run's"
+        )
 
 
 def _step_of(key: str) -> int:

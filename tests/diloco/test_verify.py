@@ -211,7 +211,7 @@ def test_a_line_that_is_nested_without_end_is_no_event(run: Path) -> None:
 def test_a_lost_model_manifest_is_lost_and_not_yet_to_come(run: Path) -> None:
     (run / layout.MODEL_MANIFEST).unlink()
     for act in verified, lambda run: plan_gc(read_run(str(run)), "window", SystemClock()):
-        with pytest.raises(RecordsLost, match="manifest.json is lost, though the run has begun.*before you resume"):
+        with pytest.raises(RecordsLost, match=r"manifest.json is lost, though the run has begun.*before you resume"):
             act(run)
 
 

@@ -63,14 +63,16 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 
 
 def _status(args: Namespace) -> Answer:
+    from diloco.runlog.reached import note_chain_damage
     from diloco.runlog.reader import SUPERVISOR
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
     from executors.supervision.money.bills import costs, unpriced
     from rendezvous.agreement.membership import read_beat
 
-    _, reader = _opened(args.run, STATUS)
+    view, reader = _opened(args.run, STATUS)
     report = reader.refresh()
+    note_chain_damage(report, view.run.store)
     now = time.time()
     last, supervisor = status.describe_supervisor(read_beat(reader.ahead, SUPERVISOR), SystemClock(), report)
     spent = costs(report, now)
@@ -108,13 +110,18 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 
 
 def _costs(args: Namespace) -> Answer:
-    from diloco.runlog.scope import COSTS, EVERYTHING
+    from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
     from executors.cli.looking import status
     from executors.cli.looking.box_costs import box_costs, provider_in
     from executors.supervision.money.bills import costs
+    from rendezvous import layout
+    from rendezvous.records.records import Commit, decode_or_none
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
+    newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1))) if report.taken else None
+    if report.taken and (newest is None or newest.t != report.taken - 1):  # a stray object: only reading all counts
+        report = _opened(args.run, STATUS)[1].refresh()
     if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # replicas' logs say what boxes they used
     spent = costs(report, time.time())
@@ -130,6 +137,7 @@ def _costs(args: Namespace) -> Answer:
 
 
 def _report(args: Namespace) -> Answer:
+    from diloco.runlog.reached import FOLDERS, note_chain_damage
     from diloco.runlog.scope import EVERYTHING
     from diloco.runlog.summary import summary
     from executors.cli.looking import status
@@ -137,6 +145,7 @@ def _report(args: Namespace) -> Answer:
 
     view, reader = _opened(args.run, EVERYTHING)
     report = reader.refresh()
+    note_chain_damage(report, view.run.store, FOLDERS)
     folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
     now = time.time()
     page = write_page(report, view.run.store, folder, now)
