@@ -142,6 +142,7 @@ def _report(args: Namespace) -> Answer:
     from diloco.runlog.summary import summary
     from executors.cli.looking import status
     from executors.cli.looking.report import late_lines, late_rewards_of, publish_page, write_page
+    from executors.cli.warnings_said import warnings_said
 
     view, reader = _opened(args.run, EVERYTHING)
     report = reader.refresh()
@@ -156,7 +157,8 @@ def _report(args: Namespace) -> Answer:
 
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
-    late = late_rewards_of(report, view.run.store)
+    with warnings_said():
+        late = late_rewards_of(report, view.run.store, view.run.record.nonce)
     data |= {"late_rewards": late} if late else {}
     if args.publish:
         data["published"] = publish_page(report, patient_store(view.run.store), now)
