@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco.audit.inner import Holder, Recomputed, _Recorded  # pyright: ignore[reportPrivateUsage]
 from diloco.model.late_rewards import count_late_rewards, give_reward, write_pairs
 from diloco.model.traces import run_states
 from diloco.replica.rollouts import OldBundles
@@ -418,3 +419,26 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"late rewards by human: rollouts 16, mean {-trained:.3g}; their steps had trained on {trained:.3g}" in said
     assert main(["report", url, "--to", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["late_rewards"]["x"]["mean"] == 8
+
+
+@pytest.mark.parametrize("trace", ["verdict", "claim", "none"])
+def test_an_actors_bundle_that_is_gone_is_no_fault_of_the_replica(trace: str) -> None:
+    """The audit made the rollouts again, which only a session's own seeds can, and said that the replica lied."""
+    run, bundle_key = a_run(), KEY
+    run.store.delete([bundle_key])
+    if trace == "verdict":
+        run.store.put(layout.beside_bundle(bundle_key, "verdict"), b"{}")
+    elif trace == "claim":
+        run.store.put(layout.claim_key("a00", 1), b"{}")
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    assert recorded.find(HERE, FITS) is None and not to.off
+    gone = f"{bundle_key} is gone or cannot be used, and may be an actor's rollouts"
+    assert recorded.lost == ("" if trace == "none" else gone)
+
+
+def test_an_empty_bundle_is_no_missing_one() -> None:
+    run = a_run()
+    run.store.put(KEY, b"")
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    assert recorded.find(HERE, FITS) is None
+    assert to.off == [(HERE.outer, KEY, "r01", "it is empty, or has not the run's tag")]
