@@ -84,6 +84,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
     """Plan the deletions.   Raises ConfigError if nothing may be deleted, ChainBroken if a commit is lost."""
     from diloco.model.export import model_record  # loads torch
 
+    keep = keep.strip()
     budget = _budget(run, keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
     refuse_broken_chain(store)
