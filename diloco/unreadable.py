@@ -1,4 +1,4 @@
-"""Error messages for a file that is not a config, for files or objects that a config names, and for a missing run.json.
+"""Error messages for a file that is not a config, and for missing files or objects that a config names.
 
     bad.toml, line 3: replicas = 2 3       the file, the line and its text; the TOML parser's message
     grpo.py is a Python script             the kind of file, and where its parts belong
@@ -9,15 +9,10 @@ Not promised: that a proposed name is the intended one.  The user's code is not 
 
 import ast
 import re
-import shlex
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from inner.settings.task import is_code, setting_of
-
-if TYPE_CHECKING:
-    from rendezvous.store import Readable
 
 SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
 WHERE = re.compile(r" \(at line (\d+), column \d+\)")
@@ -56,22 +51,6 @@ def _script_words(path: Path, text: str) -> str:
         f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and what '
         "GRPOConfig had are settings (docs/configuration.md lists them by TRL's names)"
     )
-
-
-def no_run(url: str, store: "Readable") -> Exception:
-    """Return the error for a URL without run.json: RecordsLost if other records of a run are there, or ConfigError."""
-    from diloco.run.config import ConfigError
-    from rendezvous import layout
-    from rendezvous.errors import RecordsLost
-
-    beside = (layout.control_key(0), layout.commit_key(0), layout.claim_key("r00", 1))
-    if stands := next((key for key in beside if store.get(key) is not None), ""):
-        return RecordsLost(
-            f"{url}/{layout.RUN} is lost, though {stands} is there: without it the run cannot be read. Restore it from "
-            "a backup, or from the bucket's versions"
-        )
-    train = f"diloco train CONFIG --run {shlex.quote(url)}"
-    return ConfigError(f"there is no run at {url} (no run.json). Check the path, or start one: {train}")
 
 
 def file_hint(path: Path) -> str:

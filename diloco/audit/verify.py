@@ -14,7 +14,7 @@ Not promised: that a pseudogradient is the result of its replica's inner steps (
 digests find accidents; only a run key makes forgeries visible.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -45,7 +45,7 @@ from rendezvous.records.tensors import TensorFile
 from rendezvous.records.wire import as_bytes
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay
-from rendezvous.store import PatientStore, Readable
+from rendezvous.store import PatientStore, Readable, Store
 from rendezvous.stores.ahead import Ahead
 
 UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--inner takes them again)"
@@ -131,6 +131,25 @@ def closer_of(commit: Commit) -> tuple[str, int] | None:
     return (slot, int(generation)) if number and layout.is_slot(slot) else None
 
 
+def anchor_flaw(snapshot: Snapshot, after: Mapping[int, str | None]) -> str:
+    """Return why `prev`, the only witness of the last commit's bytes, is wrong; "" if it is right or not known.
+
+    after: step -> digest of the commit before it."""
+    t = snapshot.t
+    if t not in after or snapshot.prev == after[t]:
+        return ""
+    return f"names {snapshot.prev} before it, the chain has {after[t]}: it or commit {t - 1} was altered"
+
+
+def file_flaws(store: Store, named: Iterable[Mapping[str, Mapping[str, str]]]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of files that have another SHA-256 than their record says, and the flaw."""
+    for stored in (stored for files in named for stored in files.values() if stored["key"]):
+        try:
+            fetch_stored(store, stored)
+        except RendezvousError as error:
+            yield stored["key"], str(error)
+
+
 class _LostMean(Exception):
     """The error for a step of which neither the deltas nor the mean can be read."""
 
@@ -173,7 +192,10 @@ class _Verification:
         last = end if step is None else min(step, end)
         self._read_snapshots(first, last)
         if step is None:
-            self._check_files()
+            for key, flaw in file_flaws(self._store, [self._record.files, self._run.record.files]):
+                self._differs(0, key, "", flaw)
+            if self._record.hub:
+                self.found.unchecked.append("the start model's files on the Hub")
         self._replay_all(last)
         return self.found
 
@@ -295,24 +317,17 @@ class _Verification:
             found = snapshots.read(self._store, t)
             if found is None and t not in listed:
                 continue
-            if found is not None:
-                self._check_anchor(found)
+            if found is not None and (flaw := anchor_flaw(found, self._after)):
+                self._differs(t, layout.snapshot_key(t), "", flaw)
             if found is None:
                 self._differs(t, layout.snapshot_key(t), "", "is not a manifest of a snapshot")
             elif not found.blob:
                 self._manifests[t] = found
-            elif self._there(found.blob, found.size):
+            elif blob_stands(self._store, found.blob, found.size):
                 self._manifests[t] = found
                 self._check_bytes(found)
             else:
                 self._miss(t, found.blob)
-
-    def _check_anchor(self, snapshot: Snapshot) -> None:
-        """Compare `prev`, which is the only witness of the last commit's bytes."""
-        t = snapshot.t
-        if t in self._after and snapshot.prev != self._after[t]:
-            text = f"names {snapshot.prev} before it, the chain has {self._after[t]}: it or commit {t - 1} was altered"
-            self._differs(t, layout.snapshot_key(t), "", text)
 
     def _check_bytes(self, snapshot: Snapshot) -> None:
         said = list[str]()
@@ -323,26 +338,12 @@ class _Verification:
         if snapshots.load(self._store, snapshot, hear, {}) is None:
             self._differs(snapshot.t, snapshot.blob, "", said[-1])
 
-    def _there(self, blob: str, size: int) -> bool:
-        return blob_stands(self._store, blob, size)
-
     def _miss(self, step: int, blob: str, slot: str = "") -> None:
         """Note whether a missing blob is too short or gone."""
-        if self._there(blob, 1):
+        if blob_stands(self._store, blob, 1):
             self._differs(step, blob, slot, "is shorter than announced")
         else:
             self._gone(step, blob, slot)
-
-    def _check_files(self) -> None:
-        """Compare the files of the start model, and the user's, with their digests."""
-        named = {**self._record.files, **self._run.record.files}
-        for stored in (one for one in named.values() if one["key"]):
-            try:
-                fetch_stored(self._store, stored)
-            except RendezvousError as error:
-                self._differs(0, stored["key"], "", str(error))
-        if self._record.hub:
-            self.found.unchecked.append("the start model's files on the Hub")
 
     # ---------------------------------------------------------------- θ
 
@@ -407,7 +408,7 @@ class _Verification:
         self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
-        if not self._there(blob, size):  # before memory is taken: the record may lie
+        if not blob_stands(self._store, blob, size):  # before memory is taken: the record may lie
             return self._miss(t, blob)
         stored = np.empty(size, np.uint8)
         if not self._store.get_into(blob, stored.data):
@@ -427,7 +428,7 @@ class _Verification:
         for listed in commit.offers:
             if bodies.record_flaw(listed, elements):
                 continue  # no reader counts it
-            if not self._there(listed.blob, listed.size):
+            if not blob_stands(self._store, listed.blob, listed.size):
                 self._miss(commit.t, listed.blob, listed.slot)
             elif isinstance(why := bodies.read_body(listed, bodies.grid(elements), None), str):
                 self._differs(commit.t, listed.blob, listed.slot, why)
@@ -441,17 +442,14 @@ class _Verification:
             self._differs(t, blob, slot, f"{text}, computed is {base}")
         self._differed = bool(wrong)
         if t == 0 and self._record.theta and not self._run.record.parent.url:  # a fork's first θ is another
-            self._check_start(state)
+            theta = (as_bytes(part.numpy()) for part in state.thetas)
+            if not has_digest_of(theta, self._record.theta, self._kind):
+                self._differs(0, layout.MODEL_MANIFEST, "", f"says that θ_0 has the digest {self._record.theta}")
         snapshot = self._manifests.get(t)
         if snapshot is not None and snapshot.blob and t and not wrong:
             body = TensorFile(all_arrays(state, self._outer.rules.fragments, t))
             if not has_digest_of(body, snapshot.digest, self._kind):
                 self._differs(t, snapshot.blob, "", "has other values than were computed")
-
-    def _check_start(self, state: OuterState) -> None:
-        theta = (as_bytes(part.numpy()) for part in state.thetas)
-        if not has_digest_of(theta, self._record.theta, self._kind):
-            self._differs(0, layout.MODEL_MANIFEST, "", f"says that θ_0 has the digest {self._record.theta}")
 
     def _other_claims(self, t: int, base: str) -> Iterator[tuple[str, str, str]]:
         commit, snapshot = self._chain.get(t), self._manifests.get(t)

@@ -31,7 +31,7 @@ from rendezvous.errors import BadKey, StoreRefused
 from rendezvous.records.digests import required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
 from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_record
-from rendezvous.store import PatientStore, Readable, put_once
+from rendezvous.store import PatientStore, Store, put_once
 
 PATIENCE_S = 20.0
 MOST = 1e18  # as of other rewards
@@ -111,7 +111,7 @@ def bundle_attempt(key: str, record: Rollouts) -> int:
     return attempt
 
 
-def read_listed(store: Readable, key: str) -> bytes:
+def read_listed(store: Store, key: str) -> bytes:
     """Return the object under a key of a LIST, b"" if it is gone.
 
     Raise ValueError for a name or a kind of file (a link, a FIFO) that no replica makes."""
@@ -130,7 +130,7 @@ def leave_out(key: str, error: Exception) -> None:
     warnings.warn(f"{printable(key)}: {printable(str(error))}. It is left out.", TraceWarning, stacklevel=3)
 
 
-def checked_bundle(store: Readable, key: str, run: str = "") -> tuple[Rollouts, memoryview]:
+def checked_bundle(store: Store, key: str, run: str = "") -> tuple[Rollouts, memoryview]:
     """Return a bundle's record and payload.   run: nonce of run.json, "" for any run.
 
     Raise WireError or ValueError unless the bundle is whole, in its place and of this run."""
@@ -143,7 +143,7 @@ def checked_bundle(store: Readable, key: str, run: str = "") -> tuple[Rollouts, 
     return record, payload
 
 
-def late_rewards(store: Readable, listed: Iterable[str], run: str = "") -> dict[str, list[LateReward]]:
+def late_rewards(store: Store, listed: Iterable[str], run: str = "") -> dict[str, list[LateReward]]:
     """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid ones."""
     found = defaultdict[str, list[LateReward]](list)
     bundles = dict[str, Rollouts | Exception]()
@@ -164,7 +164,7 @@ def late_rewards(store: Readable, listed: Iterable[str], run: str = "") -> dict[
     return found
 
 
-def _bundle_or_error(store: Readable, key: str, run: str) -> Rollouts | Exception:
+def _bundle_or_error(store: Store, key: str, run: str) -> Rollouts | Exception:
     try:
         return checked_bundle(store, key, run)[0]
     except (WireError, ValueError) as error:
@@ -181,7 +181,7 @@ def _refuse_stranger(reward: LateReward, bundle: Rollouts | Exception) -> None:
         raise ValueError(f"its bundle has {bundle.rollouts} rollouts, numbered from 0")
 
 
-def count_late_rewards(store: Readable, run: str = "") -> dict[str, dict[str, Any]]:
+def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]:
     """Return name -> number of rollouts, mean late reward, mean of the rewards that were trained on."""
     records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS), run).values() for one in some]
     names = sorted({one.name for one in records})

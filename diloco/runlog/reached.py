@@ -95,11 +95,14 @@ def _step_of(key: str) -> int:
 
 
 def _is_record(store: Readable, key: str, step: int) -> bool:
-    for kind, t in (Snapshot, step), (Offer, step), (Commit, step - 1):
-        record = _read(store, kind, key)
-        if record is not None:
-            return (record.step if isinstance(record, Offer) else record.t) == t
-    return False
+    if key.endswith("/commit.json"):
+        commit = _read(store, Commit, key)
+        return commit is not None and commit.t == step - 1
+    if key.startswith(layout.SNAPSHOTS):
+        snapshot = _read(store, Snapshot, key)
+        return snapshot is not None and snapshot.t == step
+    offer = _read(store, Offer, key)
+    return offer is not None and offer.step == step
 
 
 def _leave_step(store: Readable, key: str) -> int:

@@ -70,7 +70,7 @@ def publish_refused(error: Exception) -> str:
     )
 
 
-def late_rewards_of(report: Report, store: Readable, run: str = "") -> dict[str, dict[str, Any]]:
+def late_rewards_of(report: Report, store: Store, run: str = "") -> dict[str, dict[str, Any]]:
     """Return the counts of late rewards by name; {} if the run records no rollouts, because it then has none.
 
     run: nonce of run.json."""
