@@ -286,7 +286,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
     """Return these stores, with `answers` to the OPENING requests.   Raises `no_run` without run.json."""
     if not answers.is_there(layout.RUN):
-        from diloco.run.absent import no_run
+        from diloco.runlog.absent import no_run
 
         raise no_run(url, bare)
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
