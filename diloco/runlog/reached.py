@@ -72,8 +72,11 @@ def refuse_broken_chain(store: Readable) -> None:
 
 
 def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
-    """Write into `report.damage` which commit is lost or altered.   folders: to list; None: those of the next steps."""
-    cheap = (layout.SNAPSHOTS, layout.offers_prefix(report.head + 1))  # two LISTs in a run of any length
+    """Write into `report.damage` which commit is lost or altered.
+
+    folders: to list.   None: some, and only if a heartbeat or a log names a step above the head, as a look is short."""
+    told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
+    cheap = (layout.SNAPSHOTS, layout.offers_prefix(report.head + 1)) if max(told, default=0) > report.head else ()
     if not report.damage and (lost := lost_commit(store, report.head, folders or cheap)) is not None:
         report.damage = lost.in_words()
     odd = next((step.t for step in report.steps if not step.linked), None)

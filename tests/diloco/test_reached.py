@@ -12,7 +12,7 @@ from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.records.records import Leave
+from rendezvous.records.records import Beat, Leave
 from rendezvous.stores.files import FileStore
 from tests.support.puppets import PuppetRun
 
@@ -24,6 +24,8 @@ CLOCK = SystemClock()
 def played(tmp_path_factory: pytest.TempPathFactory) -> PuppetRun:
     run = PuppetRun(tmp_path_factory.mktemp("played"), fleet={"keep": "all"}, outer={"snapshot_every": 2})
     run.rounds(STEPS)
+    beat = Beat(slot="r00", generation=1, n=9, phase="left", step=STEPS, inner=0, rate=0.0, at=1.0)
+    run.run.store.put(layout.beat_key("r00"), beat.encode())
     write_control(run.run.store, CLOCK, stop=True)
     return run
 
@@ -103,6 +105,8 @@ def test_costs_count_commits_and_no_stray_object(run: Path, capsys: pytest.Captu
     for t in range(5, STEPS):
         key(run, t).unlink()
     key(run, 7).write_bytes(key(run, 4).read_bytes())
+    beat = run / layout.beat_key("r00")
+    beat.write_bytes(beat.read_bytes().replace(b'"step":8', b'"step":5'))
     assert "; 5 outer steps" in told("costs", run, capsys)[1]
 
 

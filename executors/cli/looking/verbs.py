@@ -119,9 +119,10 @@ def _costs(args: Namespace) -> Answer:
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
-    newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1))) if report.taken else None
-    if report.taken and (newest is None or newest.t != report.taken - 1):  # a stray object: only reading all counts
-        report = _opened(args.run, STATUS)[1].refresh()
+    if report.taken > max((beat.step for beat in report.beats.values()), default=report.taken):
+        newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1)))
+        if newest is None or newest.t != report.taken - 1:  # a stray object: only reading all counts
+            report = _opened(args.run, STATUS)[1].refresh()
     if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # replicas' logs say what boxes they used
     spent = costs(report, time.time())
