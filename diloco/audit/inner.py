@@ -10,6 +10,8 @@ were not recorded are made again, with the session's seeds.
     equal    the same bytes              close    within CLOSE of its length: another machine rounds in other places
     differs  another pseudogradient than these rollouts, rows and settings give
 
+A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
+
 Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
 codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of
 processor or a GPU.
@@ -58,7 +60,7 @@ from rendezvous.records.records import Commit, Offer, decode_or_none
 from rendezvous.records.rollouts import read_record
 from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
 from rendezvous.snapshots.replay import StateReplay
-from rendezvous.store import PatientStore, Store
+from rendezvous.store import VOID, PatientStore, Store
 
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
@@ -172,6 +174,8 @@ class _Session:
         self._step = min(offers)
         self._inner = 0
         self._taken: Commit | None = None
+        self._recorded: _Recorded | None = None
+        self._blind = False  # whether rollouts were lost that cannot be made again
         self.rounds = self
         self.watchdog = Watchdog(self._clock, 0.0)
         self.stats: Callable[[], dict[str, float]] = dict
@@ -193,7 +197,8 @@ class _Session:
         loop: Any = build_inner(run.config.inner, model, files, seeds, warmup, scratch=scratch / "inner")
         refuse_other_base(record.base, loop.model)
         if hasattr(loop, "trainer"):
-            record_rollouts(loop.trainer, _Recorded(self._run, self._store, self._holder, self._to))
+            self._recorded = _Recorded(self._run, self._store, self._holder, self._to)
+            record_rollouts(loop.trainer, self._recorded)
         with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:
             loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, self._averaged)
             start = data_position(run, self._step, slot=slot, generation=generation)
@@ -296,6 +301,8 @@ class _Session:
     # ---------------------------------------------------------------- the comparison
 
     def _compare(self, delta: np.ndarray, offer: Offer) -> None:
+        if self._blind or (self._recorded is not None and self._recorded.lost):
+            return self._note_blindness(offer)
         ranges = shard_grid(delta.size, codec_alignment(self._rules.codec), self._rules.shard_elements)
         written = self._encoder.encode_in_shards(0, delta, ranges, self._loop.thetas[0].numpy())
         if written.digest == offer.digest:
@@ -308,6 +315,14 @@ class _Session:
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
         text = f"its rollouts, rows and settings give another pseudogradient{how}"
         self._to.off.append((offer.step, offer.blob, str(self._holder), text))
+
+    def _note_blindness(self, offer: Offer) -> None:
+        """Note once that from this offer on the session trained on rollouts that are gone."""
+        if not self._blind:
+            lost = self._recorded.lost if self._recorded is not None else ""
+            text = f"pseudogradients of {self._holder} from step {offer.step} on: {lost}"
+            self._to.unchecked.append(text)
+        self._blind = True
 
     def _difference(self, body: np.ndarray, offer: Offer, elements: int) -> float | None:
         """Return ‖mine − offered‖ / ‖offered‖; None if the offered bytes are gone."""
@@ -343,6 +358,11 @@ class _Recorded(BucketPlaces):
         )
         self._to = to
         self._refused = list[tuple[int, str, str, str]]()
+        claimed = map(layout.claimed_slot, store.list(layout.CLAIMS))
+        self._has_actors = read_control(store).most_actors > 0 or any(
+            slot and layout.is_actor(slot) for slot in claimed
+        )
+        self.lost = ""  # the rollouts that are gone and cannot be made again, because an actor sampled them
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
@@ -356,7 +376,20 @@ class _Recorded(BucketPlaces):
         self._refused.clear()
         found = super().find(place, unfit)
         self._to.off += self._refused if found is None else []
+        self._attempt = 0
+        if found is None and not self.lost and (self._has_actors or self._has_verdict(place)):
+            self.lost = f"{self._key(place)} is gone or cannot be used, and may be an actor's rollouts"
         return found
+
+    def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
+        if body == VOID:
+            return None, "it is empty, or has not the run's tag"
+        return super()._read(place, body, unfit)
+
+    def _has_verdict(self, place: BundlePlace) -> bool:
+        """Whether the slot has judged an actor's bundle in this place."""
+        prefix = self._key(place).removesuffix("0.bundle")
+        return any(key.endswith(".verdict") for key in self.store.list(prefix))
 
     def _note(self, event: str, **fields: Any) -> None:
         if event == "rollouts_refused":

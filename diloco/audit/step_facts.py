@@ -107,6 +107,7 @@ def read_step(run: Run, step: int) -> StepFacts:
     chain = Chain(store, rules.window + rules.fragments * rules.max_carry + 2)
     first = max(0, step - max(2, rules.fragments))
     last = min(head - 1, step + rules.fragments * rules.max_carry)
+    chain.read_before(last + 1)
     known = {t: commit for t in range(first, last + 1) if (commit := chain.read(t)) is not None}
     commit = known[step]
     before = tuple(known[t] for t in (step - 1, step - 2) if t in known)

@@ -1,6 +1,8 @@
 """Check a run against its records, without write access: recompute everything that can be recomputed.
 
     commits      chain, weights, each offer's record, nothing counted twice         these records are never deleted
+                 the newest ones too: snapshots, offers, leave records and logs name the step that was reached
+    files        of the start model, and the user's: their SHA-256
     snapshot s ──▶ θ_s ──▶ θ_s+1 ──▶ … ──▶ θ_T                                      by the listed deltas if they are
                     │        │              │                                       there, else by the published means
                     └── base in commits and snapshots; θ in the replicas' logs; a snapshot's bytes
@@ -12,8 +14,7 @@ Not promised: that a pseudogradient is the result of its replica's inner steps (
 digests find accidents; only a run key makes forgeries visible.
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -21,26 +22,30 @@ from typing import Any
 import numpy as np
 
 from diloco.model.export import empty_state, keep_of, model_record, refuse_gone, start_arrays
+from diloco.model.fetch import fetch_stored
 from diloco.outer.optimizer import OuterState
+from diloco.process.journal import read_log
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from diloco.run.sections import keep_bytes
+from diloco.runlog.reached import LostCommit, lost_commit
 from rendezvous import layout
-from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.rules import Rules
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
-from rendezvous.errors import BadCommit, ChainBroken, Corrupt, RendezvousError
+from rendezvous.errors import BadCommit, Corrupt, RendezvousError
 from rendezvous.keeping.garbage import blob_stands
 from rendezvous.keeping.reach import read_reach
 from rendezvous.means.reduce import Reducer, refuse_misweighed
 from rendezvous.records.digests import has_digest, has_digest_of, required_digest_kind
-from rendezvous.records.records import Commit, Listed, Offer, Snapshot, WireError
+from rendezvous.records.records import Commit, Leave, Listed, Offer, Snapshot, WireError, decode_or_none
 from rendezvous.records.state import all_arrays
 from rendezvous.records.tensors import TensorFile
+from rendezvous.records.wire import as_bytes
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay
-from rendezvous.store import PatientStore, Readable
+from rendezvous.store import PatientStore, Readable, Store
 from rendezvous.stores.ahead import Ahead
 
 UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--inner takes them again)"
@@ -109,6 +114,42 @@ def why_ineligible(rules: Rules, before: Commit | None, t: int, listed: Listed) 
     return ""
 
 
+def commit_flaws(commit: Commit) -> Iterator[str]:
+    """Yield what no replica that closes a step writes."""
+    if list(commit.offers) != sorted(commit.offers, key=lambda o: (-o.step, o.slot)):
+        yield "does not list fresh offers by slot, and then late ones by age and slot"
+    for o in commit.offers:
+        if commit.fence.get(o.slot, 0) < o.generation:
+            yield f"lists {o.slot}-{o.generation} above its fence"
+    if closer_of(commit) is None:
+        yield f"names {commit.by!r} as its closer, which is no session"
+
+
+def closer_of(commit: Commit) -> tuple[str, int] | None:
+    slot, _, generation = commit.by.rpartition("-")
+    number = generation.isascii() and generation.isdigit()
+    return (slot, int(generation)) if number and layout.is_slot(slot) else None
+
+
+def anchor_flaw(snapshot: Snapshot, after: Mapping[int, str | None]) -> str:
+    """Return why `prev`, the only witness of the last commit's bytes, is wrong; "" if it is right or not known.
+
+    after: step -> digest of the commit before it."""
+    t = snapshot.t
+    if t not in after or snapshot.prev == after[t]:
+        return ""
+    return f"names {snapshot.prev} before it, the chain has {after[t]}: it or commit {t - 1} was altered"
+
+
+def file_flaws(store: Store, named: Iterable[Mapping[str, Mapping[str, str]]]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of files that have another SHA-256 than their record says, and the flaw."""
+    for stored in (stored for files in named for stored in files.values() if stored["key"]):
+        try:
+            fetch_stored(store, stored)
+        except RendezvousError as error:
+            yield stored["key"], str(error)
+
+
 class _LostMean(Exception):
     """The error for a step of which neither the deltas nor the mean can be read."""
 
@@ -133,12 +174,16 @@ class _Verification:
         self._reducer = Reducer(self._store, clock, no_emit, self._outer.rules, together=together_on(run.store))
         self._keeps_all = keep_bytes(keep_of(run)) is None
         self._chain: dict[int, Commit] = {}
+        self._after: dict[int, str | None] = {0: None}  # step -> digest of the commit before it
         self._manifests: dict[int, Snapshot] = {}
+        self._claims = set[tuple[str, int]]()  # sessions whose claims were looked for
         self._differed = False  # whether θ differed at the step before
         self._logged: dict[int, dict[str, str]] = {}
+        self._left: dict[int, dict[str, str]] = {}
         self.found = Verdict(unchecked=[UNSEEN])
 
     def check(self, step: int | None) -> Verdict:
+        self._logged, self._left = _read_logs(self._ahead), _read_leaves(self._store)
         head = self._head()
         if step is not None:
             self._refuse_step(step, head)
@@ -146,19 +191,25 @@ class _Verification:
         end = self._read_chain(first, head if step is None else min(step + 1, head))
         last = end if step is None else min(step, end)
         self._read_snapshots(first, last)
-        self._logged = _read_logs(self._ahead)
+        if step is None:
+            for key, flaw in file_flaws(self._store, [self._record.files, self._run.record.files]):
+                self._differs(0, key, "", flaw)
+            if self._record.hub:
+                self.found.unchecked.append("the start model's files on the Hub")
         self._replay_all(last)
         return self.found
 
     def _head(self) -> int:
         """Return the first open step, or the first missing commit."""
-        try:
-            return first_open_step(self._store)
-        except ChainBroken as error:
-            lost = next(t for t in count() if self._store.get(layout.commit_key(t)) is None)
-            self._differs(lost, layout.commit_key(lost), "", str(error))
-            self.found.unchecked.append(f"all after commit {lost}, which is missing")
-            return lost
+        logged = [(t, f"{layout.LOGS}{session}") for t, said in self._logged.items() for session in said]
+        head = next(t for t in count() if self._store.get(layout.commit_key(t)) is None)
+        lost = lost_commit(self._store, head)
+        if lost is None and logged and max(logged)[0] > head:
+            lost = LostCommit(head, *max(logged))
+        if lost is not None:
+            self._differs(lost.step, layout.commit_key(lost.step), "", lost.in_words())
+            self.found.unchecked.append(f"all after commit {lost.step}, which is missing")
+        return head if lost is None else lost.step
 
     def _refuse_step(self, step: int, head: int) -> None:
         if not 0 <= step <= head:
@@ -208,7 +259,7 @@ class _Verification:
                 self._differs(t, layout.commit_key(t), "", str(error))
                 self.found.unchecked.append(f"all after commit {t}, which cannot be followed")
                 return t
-            self._chain[t] = commit
+            self._chain[t], self._after[t + 1] = commit, chain.commit_digest(t)
             if t == 0 and commit.prev is not None:
                 self._differs(0, layout.commit_key(0), commit.by, f"names {commit.prev} before the first commit")
         return last
@@ -221,11 +272,24 @@ class _Verification:
             self._differs(commit.t, key, commit.by, str(error))
         if len(commit.fresh_offers) < commit.m:
             self._differs(commit.t, key, commit.by, f"has {len(commit.fresh_offers)} fresh offers, needs {commit.m}")
+        for flaw in commit_flaws(commit):
+            self._differs(commit.t, key, commit.by, flaw)
+        self._check_claims(commit)
         for offer in commit.offers:
             if (offer.step, offer.slot) in listed:
                 self._differs(commit.t, key, offer.slot, f"counts its work for step {offer.step} again")
             listed.add((offer.step, offer.slot))
             self._check_offer(commit, offer)
+
+    def _check_claims(self, commit: Commit) -> None:
+        """Check that the sessions that the commit names have claimed their slots; each session once."""
+        closer = closer_of(commit)
+        named = {*commit.fence.items(), *([closer] if closer else [])} - self._claims
+        for slot, generation in sorted(named):
+            if self._store.get(layout.claim_key(slot, generation)) is None:
+                text = f"names {slot}-{generation}, and no session claimed that"
+                self._differs(commit.t, layout.commit_key(commit.t), slot, text)
+        self._claims |= named
 
     def _check_offer(self, commit: Commit, listed: Listed) -> None:
         """Check that the offer's record is as the commit lists it, and that it began from its step's base."""
@@ -253,11 +317,13 @@ class _Verification:
             found = snapshots.read(self._store, t)
             if found is None and t not in listed:
                 continue
+            if found is not None and (flaw := anchor_flaw(found, self._after)):
+                self._differs(t, layout.snapshot_key(t), "", flaw)
             if found is None:
                 self._differs(t, layout.snapshot_key(t), "", "is not a manifest of a snapshot")
             elif not found.blob:
                 self._manifests[t] = found
-            elif self._there(found.blob, found.size):
+            elif blob_stands(self._store, found.blob, found.size):
                 self._manifests[t] = found
                 self._check_bytes(found)
             else:
@@ -272,12 +338,9 @@ class _Verification:
         if snapshots.load(self._store, snapshot, hear, {}) is None:
             self._differs(snapshot.t, snapshot.blob, "", said[-1])
 
-    def _there(self, blob: str, size: int) -> bool:
-        return blob_stands(self._store, blob, size)
-
     def _miss(self, step: int, blob: str, slot: str = "") -> None:
         """Note whether a missing blob is too short or gone."""
-        if self._there(blob, 1):
+        if blob_stands(self._store, blob, 1):
             self._differs(step, blob, slot, "is shorter than announced")
         else:
             self._gone(step, blob, slot)
@@ -345,7 +408,7 @@ class _Verification:
         self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
-        if not self._there(blob, size):  # before memory is taken: the record may lie
+        if not blob_stands(self._store, blob, size):  # before memory is taken: the record may lie
             return self._miss(t, blob)
         stored = np.empty(size, np.uint8)
         if not self._store.get_into(blob, stored.data):
@@ -365,7 +428,7 @@ class _Verification:
         for listed in commit.offers:
             if bodies.record_flaw(listed, elements):
                 continue  # no reader counts it
-            if not self._there(listed.blob, listed.size):
+            if not blob_stands(self._store, listed.blob, listed.size):
                 self._miss(commit.t, listed.blob, listed.slot)
             elif isinstance(why := bodies.read_body(listed, bodies.grid(elements), None), str):
                 self._differs(commit.t, listed.blob, listed.slot, why)
@@ -378,6 +441,10 @@ class _Verification:
         for blob, slot, text in [] if self._differed else wrong:
             self._differs(t, blob, slot, f"{text}, computed is {base}")
         self._differed = bool(wrong)
+        if t == 0 and self._record.theta and not self._run.record.parent.url:  # a fork's first θ is another
+            theta = (as_bytes(part.numpy()) for part in state.thetas)
+            if not has_digest_of(theta, self._record.theta, self._kind):
+                self._differs(0, layout.MODEL_MANIFEST, "", f"says that θ_0 has the digest {self._record.theta}")
         snapshot = self._manifests.get(t)
         if snapshot is not None and snapshot.blob and t and not wrong:
             body = TensorFile(all_arrays(state, self._outer.rules.fragments, t))
@@ -390,20 +457,12 @@ class _Verification:
             yield layout.commit_key(t), commit.by, f"started from {commit.base}"
         if snapshot is not None and snapshot.base != base:
             yield layout.snapshot_key(t), "", f"has {snapshot.base}"
+        for key, left in self._left.get(t, {}).items():
+            if left != base:
+                yield key, "", f"left with {left}"
         for session, theta in self._logged.get(t, {}).items():
             if theta != base:
                 yield f"{layout.LOGS}{session}", session, f"held {theta} after commit {t - 1}"
-
-
-def _events(body: bytes) -> Iterator[dict[str, Any]]:
-    parse: Callable[[bytes], Any] = json.loads
-    for line in body.splitlines():
-        try:
-            event = parse(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
@@ -427,11 +486,21 @@ def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
     for place, key in enumerate(keys):
         if place % LOGS_AT_ONCE == 0:
             ahead.ask(keys[place : place + LOGS_AT_ONCE])
-        for event in _events(ahead.get(key) or b""):
+        for event in read_log(ahead, key).events:
             step, theta = event.get("step"), event.get("theta")
-            if event.get("event") == "step" and isinstance(step, int) and isinstance(theta, str):
+            if event["event"] == "step" and isinstance(step, int) and isinstance(theta, str):
                 said.setdefault(step + 1, {})["{}-{}".format(*owners[key][:2])] = theta
     return said
+
+
+def _read_leaves(store: Readable) -> dict[int, dict[str, str]]:
+    """Return step -> key -> the digest of θ with which a session left."""
+    found: dict[int, dict[str, str]] = {}
+    for key in store.list(layout.LEAVES):
+        leave = decode_or_none(Leave, store.get(key))
+        if leave is not None and key == layout.leave_key(leave.slot, leave.generation):
+            found.setdefault(leave.step, {})[key] = leave.base
+    return found
 
 
 def _snapshot_steps(store: Readable) -> list[int]:

@@ -33,6 +33,7 @@ from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
+from rendezvous.errors import RecordsLost
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit
@@ -183,7 +184,13 @@ def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
 
 
 def model_record(run: Run) -> ModelRecord:
+    """Return the record of the run's model.   Raises RecordsLost if it is gone, ConfigError if it is not there yet."""
     body = run.store.get(layout.MODEL_MANIFEST)
+    if body is None and any(run.store.get(key) is not None for key in (layout.snapshot_key(0), layout.commit_key(0))):
+        raise RecordsLost(
+            f"{run.url}/{layout.MODEL_MANIFEST} is lost, though the run has begun: without it nobody knows the order "
+            "and the shapes of its parameters. Restore it from a backup before you resume the run"
+        )
     if body is None:
         name = run.config.name  # raises ConfigError for a run by make_diloco, which has no model in its bucket
         raise ConfigError(f"{run.url} ({name}) has no model yet: it is published when the first replicas start")

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from diloco.run.config import BUCKET, ConfigError
-from diloco.run.record import ModelRecord, Run
+from diloco.run.record import Run
 from diloco.run.sections import keep_bytes
+from diloco.runlog.reached import refuse_broken_chain
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import Clock
@@ -80,16 +81,19 @@ class _Sketch:
 
 
 def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
-    """Plan the deletions.   Raises ConfigError if nothing may be deleted."""
+    """Plan the deletions.   Raises ConfigError if nothing may be deleted, ChainBroken if a commit is lost."""
+    from diloco.model.export import model_record  # loads torch
+
+    keep = keep.strip()
     budget = _budget(run, keep)
     store = PatientStore(run.store, clock, PATIENCE_S)
-    manifest = store.get(layout.MODEL_MANIFEST)
+    refuse_broken_chain(store)
     head = newest_head(store)
-    if manifest is None or head == 0:
+    if head == 0:
         raise ConfigError(f"{run.url} has taken no outer step yet: there is nothing to collect")
     _refuse_live(run, store, head)
     rules = run.config.outer.rules
-    elements = ModelRecord.decode(manifest).fragment_sizes(rules.fragments)
+    elements = model_record(run).fragment_sizes(rules.fragments)
     sketch = _Sketch(store)
     sweep_ended_run(
         sketch, rules, lambda event, **fields: None, steps=head, budget=budget, elements=elements, at_most=head + 1

@@ -23,13 +23,15 @@ from typing import Any
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from inner import TraceWarning, load_states, reward_pairs, save_pairs
+from inner.printable import printable
 from inner.rollouts.rollout_states import bundle_rollouts
 from rendezvous import layout
 from rendezvous.clock import Clock
+from rendezvous.errors import BadKey, StoreRefused
 from rendezvous.records.digests import required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
 from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_record
-from rendezvous.store import PatientStore, Readable, put_once
+from rendezvous.store import PatientStore, Store, put_once
 
 PATIENCE_S = 20.0
 MOST = 1e18  # the largest magnitude, as for other rewards
@@ -109,26 +111,79 @@ def bundle_attempt(key: str, record: Rollouts) -> int:
     return attempt
 
 
-def late_rewards(store: Readable, listed: Iterable[str]) -> dict[str, list[LateReward]]:
+def read_listed(store: Store, key: str) -> bytes:
+    """Return the object under a key of a LIST, b"" if it is gone.
+
+    Raise ValueError for a name or a kind of file (a link, a FIFO) that no replica makes."""
+    try:
+        return store.get(key) or b""
+    except BadKey:
+        raise ValueError("no replica writes under this name") from None
+    except StoreRefused as error:
+        if not getattr(store, "near", False):
+            raise  # a bucket that refuses to be read refuses everything
+        raise ValueError(str(error)) from error
+
+
+def leave_out(key: str, error: Exception) -> None:
+    """Warn that an object is not used."""
+    warnings.warn(f"{printable(key)}: {printable(str(error))}. It is left out.", TraceWarning, stacklevel=3)
+
+
+def checked_bundle(store: Store, key: str, run: str = "") -> tuple[Rollouts, memoryview]:
+    """Return a bundle's record and payload.   run: nonce of run.json, "" for any run.
+
+    Raise WireError or ValueError unless the bundle is whole, in its place and of this run."""
+    record, payload = read_record(read_listed(store, key))
+    bundle_attempt(key, record)
+    if not is_whole(record, payload, required_digest_kind(store)):
+        raise ValueError("its bytes have another digest than its record names")
+    if run and record.run != run:
+        raise ValueError(f"it is of another run, {record.run}")
+    return record, payload
+
+
+def late_rewards(store: Store, listed: Iterable[str], run: str = "") -> dict[str, list[LateReward]]:
     """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid ones."""
     found = defaultdict[str, list[LateReward]](list)
+    bundles = dict[str, Rollouts | Exception]()
     for key in listed:
         if not key.endswith(".reward"):
             continue
         bundle = ".".join([*key.split(".")[:2], "bundle"])
         try:
-            record = LateReward.decode(store.get(key) or b"")
+            record = LateReward.decode(read_listed(store, key))
             if record.key(bundle) != key:
                 raise WireError(f"it is of rollout {record.rollout} by {record.name}")
+            if bundle not in bundles:
+                bundles[bundle] = _bundle_or_error(store, bundle, run)
+            _refuse_stranger(record, bundles[bundle])
             found[bundle].append(record)
-        except WireError as error:
-            warnings.warn(f"{key}: {error}. It is left out.", TraceWarning, stacklevel=2)
+        except (WireError, ValueError) as error:
+            leave_out(key, error)
     return found
 
 
-def count_late_rewards(store: Readable) -> dict[str, dict[str, Any]]:
+def _bundle_or_error(store: Store, key: str, run: str) -> Rollouts | Exception:
+    try:
+        return checked_bundle(store, key, run)[0]
+    except (WireError, ValueError) as error:
+        return error
+
+
+def _refuse_stranger(reward: LateReward, bundle: Rollouts | Exception) -> None:
+    """Raise ValueError unless the reward is of a rollout of the bundle beside it."""
+    if isinstance(bundle, Exception):
+        raise ValueError(f"its bundle cannot be used: {bundle}")
+    if reward.of != bundle.nonce:
+        raise ValueError(f"it is of a bundle {reward.of}, and {bundle.nonce} is beside it")
+    if reward.rollout >= bundle.rollouts:
+        raise ValueError(f"its bundle has {bundle.rollouts} rollouts, numbered from 0")
+
+
+def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]:
     """Return name -> number of rollouts, mean late reward, mean of the rewards that were trained on."""
-    records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS)).values() for one in some]
+    records = [one for some in late_rewards(store, store.list(layout.ROLLOUTS), run).values() for one in some]
     names = sorted({one.name for one in records})
     return {name: _counted([one for one in records if one.name == name]) for name in names}
 

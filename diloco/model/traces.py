@@ -22,37 +22,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from diloco.model.late_rewards import bundle_attempt, late_rewards
+from diloco.model.late_rewards import bundle_attempt, checked_bundle, late_rewards, leave_out, read_listed
 from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
 from inner.masking import secrets_here
-from inner.rollouts.rollout_states import bundle_rollouts, rollout_states
+from inner.rollouts.rollout_states import bundle_rollouts, bundle_tokens, rollout_states
 from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
 from rendezvous.records.records import WireError
-from rendezvous.records.rollouts import LateReward, read_record
+from rendezvous.records.rollouts import LateReward
 from rendezvous.store import Store
 
 
-def run_states(store: Store) -> list[TraceState]:
-    """Return the states of all rollouts that the run has kept, by replica and time."""
+def run_states(store: Store, run: str = "") -> list[TraceState]:
+    """Return the states of all rollouts that the run has kept, by replica and time.   run: nonce of run.json."""
     logged = _state_keys(store)
     listed = store.list(layout.ROLLOUTS)
     if bundles := _bundles(listed):
-        tools, late = _tools_in(store, logged), late_rewards(store, listed)
-        return [state for key in bundles for state in _bundle_states(store, key, tools, late.get(key, []))]
+        tools, late = _tools_in(store, logged), late_rewards(store, listed, run)
+        return [state for key in bundles for state in _bundle_states(store, key, run, tools, late.get(key, []))]
     return [state for key in logged for state in _read_states(store, key)]
 
 
-def freeze(store: Store, to: Path) -> dict[str, int]:
+def freeze(store: Store, to: Path, run: str = "") -> dict[str, int]:
     """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
     if not _state_keys(store) and not _bundles(store.list(layout.ROLLOUTS)):
         raise ConfigError(
             "this run has logged no rollouts: it is supervised, has fleet.log_rollouts = 0, or took no outer "
             "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
         )
-    states = run_states(store)
+    states = run_states(store, run)
     to.parent.mkdir(parents=True, exist_ok=True)
     save_states(states, to)
     rollouts = len({state["state_id"].rpartition(":")[0] for state in states})
@@ -60,16 +60,16 @@ def freeze(store: Store, to: Path) -> dict[str, int]:
 
 
 def _state_keys(store: Store) -> list[str]:
-    return sorted(key for key in store.list(layout.LOGS) if layout.is_rollouts(key))
+    return sorted(key for key in store.list(layout.LOGS) if layout.is_rollouts(key) and layout.log_owner(key))
 
 
 def _read_states(store: Store, key: str) -> Iterator[TraceState]:
-    owner = layout.log_owner(key)
-    if owner is None:
-        return  # not written by a replica
-    slot, generation = owner
+    slot, generation = layout.log_owner(key) or ("", 0)
     n = int(Path(key).name.partition(".")[0])
-    lines = (store.get(key) or b"").decode(errors="replace").splitlines()
+    try:
+        lines = read_listed(store, key).decode(errors="replace").splitlines()
+    except ValueError as error:
+        return leave_out(key, error)
     step, tools = -1, dict[str, Any]()
     for i, line in enumerate(lines):
         try:
@@ -89,21 +89,28 @@ def _bundles(listed: list[str]) -> list[str]:
 def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     """Return the tools' schemas of the run, as the first sample in its log has them; {} without one."""
     for key in logged[:1]:
-        lines = (store.get(key) or b"").decode(errors="replace").splitlines()
         with suppress(ValueError, KeyError, TypeError, IndexError):
+            lines = read_listed(store, key).decode(errors="replace").splitlines()
             return rollout_head(lines[0])[1]
     return {}
 
 
-def _bundle_states(store: Store, key: str, tools: dict[str, Any], late: list[LateReward]) -> Iterator[TraceState]:
+def _bundle_states(
+    store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]
+) -> Iterator[TraceState]:
     try:
-        record, payload = read_record(store.get(key) or b"")
+        record, payload = checked_bundle(store, key, run)
         rollouts = bundle_rollouts(bytes(payload), secrets_here())
+        found = len(rollouts), bundle_tokens(bytes(payload))
+        if found != (record.rollouts, record.tokens):
+            raise ValueError(
+                f"it has {found[0]} rollouts of {found[1]} tokens, by its record {record.rollouts} of {record.tokens}"
+            )
         (generation, bundle), attempt = record.place, bundle_attempt(key, record)
         for i, rollout in enumerate(rollouts):
             name = f"{record.slot}/{generation}/{record.step}/{bundle}.{attempt}.{i}"
-            given = {one.name: one.value for one in late if (one.of, one.rollout) == (record.nonce, i)}
+            given = {one.name: one.value for one in late if one.rollout == i}
             for state in rollout_states(rollout, name, tools):
                 yield {**state, "late_rewards": given} if given else state
     except (WireError, ValueError) as error:
-        warnings.warn(f"{key}: {error}. It is left out.", TraceWarning, stacklevel=2)
+        leave_out(key, error)

@@ -289,8 +289,10 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
         evaluator = judge(run, session, loop, inputs, outer)
-        _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
-    tell_of_rollouts()
+        try:
+            _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
+        finally:
+            tell_of_rollouts()  # the log is written for the last time when the session leaves
     refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 

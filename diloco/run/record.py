@@ -19,7 +19,6 @@ as the superseding process may have died before it created the run.
 """
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -285,12 +284,11 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Return these stores, with `answers` to the OPENING requests.   Raises ConfigError for a URL without a run."""
+    """Return these stores, with `answers` to the OPENING requests.   Raises `no_run` without run.json."""
     if not answers.is_there(layout.RUN):
-        raise ConfigError(
-            f"there is no run at {url} (no run.json). Check the path, or start one: "
-            f"diloco train CONFIG --run {shlex.quote(url)}"
-        )
+        from diloco.runlog.absent import no_run
+
+        raise no_run(url, bare)
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
     return sealed.reading_through(answers) if (sealed := as_sealed(store)) is not None else answers, store
 

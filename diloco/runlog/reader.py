@@ -64,8 +64,8 @@ class Report:
 
     @property
     def progress(self) -> str:
-        """Return the outer steps taken and wanted: "3 of 20"; "3" while the wanted number is unknown."""
-        return f"{self.head} of {self.wanted.steps}" if self.wanted.steps else f"{self.head}"
+        """Return the outer steps taken and wanted: "3 of 20"; "3" if fewer or none are wanted."""
+        return f"{self.head} of {self.wanted.steps}" if self.wanted.steps >= max(1, self.head) else f"{self.head}"
 
     @property
     def done(self) -> bool:

@@ -72,3 +72,11 @@ def bundle_rollouts(payload: bytes, secrets: Iterable[str] = ()) -> list[Sampled
         return [json.loads(hidden(json.dumps(batch.rollout_at(i)))) for i in range(len(prompts))]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError, RecursionError) as error:
         raise ValueError(f"not a bundle of rollouts: {type(error).__name__}: {error}") from error
+
+
+def bundle_tokens(payload: bytes) -> int:
+    """Return the number of tokens in a bundle that `bundle_rollouts` can read."""
+    ids = safetensors.numpy.load(payload).get("ids")
+    if ids is None:
+        raise ValueError("not a bundle of rollouts: it has no ids")
+    return int(ids.size)

@@ -14,6 +14,7 @@ Not promised: that a record is true.  The engine compares it with the key, the c
 """
 
 import json
+import re
 import secrets
 from dataclasses import dataclass, field
 from math import prod
@@ -389,6 +390,11 @@ class Spent:
     logged: Count = 0
 
 
+def _is_size(text: str) -> bool:
+    """Whether `text` is as fleet.keep (diloco/run/sections.py)."""
+    return re.fullmatch(r"all|window|[0-9]+(\.[0-9]+)? *(B|[kMGT]i?B)?", text) is not None
+
+
 @dataclass(frozen=True)
 class Control(Record):
     """A change of the desired state; a field that is None changes nothing.
@@ -417,10 +423,14 @@ class Control(Record):
     max_hours: Hours | None = None
     allow_unknown_price: bool | None = None
     until: Annotated[float, Within(0, 1e12)] | None = None
-    keep: Word | None = None
+    keep: Annotated[str, Longest(128), Where(_is_size, "size, such as 20 GB")] | None = None
     spent: Spent | None = None
     guest: Member | None = None
     actors: Annotated[int, Within(0, layout.MOST_SLOTS)] | None = None
+
+    def check_consistency(self) -> None:
+        if self.n == 0 and (self.replicas is None) != (self.min_replicas is None):
+            raise ValueError("it is the first one, and has only one of replicas and min_replicas")
 
 
 @dataclass(frozen=True)

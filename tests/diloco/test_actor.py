@@ -294,6 +294,10 @@ def test_two_replicas_train_on_what_two_actors_sampled_and_one_is_killed(tmp_pat
     found = recompute_offers(read_run(fleet.url))
     assert not found.off and not found.close and not found.unchecked and found.equal > 2 * before, found
     assert found.remade == 0
+    gone = next(key for key, record in sorted(bundles(fleet).items()) if record.actor)
+    (Path(fleet.url) / gone).unlink()
+    found = recompute_offers(read_run(fleet.url))
+    assert not found.off and [text for text in found.unchecked if gone in text], found
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_many_at_the_same_moment_get_different_slots() -> None:
 @pytest.mark.parametrize("started", [0, 2])
 def test_a_guest_never_takes_a_slot_that_a_supervisor_keeps(started: int) -> None:
     store, clock = MemoryStore(), ManualClock()
-    write_control(store, clock, replicas=2)
+    write_control(store, clock, replicas=2, min_replicas=1)
     claim(store, clock, layout.SUPERVISOR)
     for index in range(started):
         claim(store, clock, layout.slot_name(index))
@@ -67,6 +67,6 @@ def test_rows_are_shared_by_the_first_number_of_replicas(tmp_path: pytest.TempPa
 
     url = f"file://{tmp_path}/run"
     assert first_replicas(url) == 0
-    write_control(open_store(url), ManualClock(), replicas=3)
+    write_control(open_store(url), ManualClock(), replicas=3, min_replicas=1)
     write_control(open_store(url), ManualClock(), replicas=5)
     assert first_replicas(url) == 3

@@ -1,6 +1,8 @@
 """Rewards that come after their rollouts: what is written, what is read, and that training does not see them."""
 
 import json
+import os
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco.audit.inner import Holder, Recomputed, _Recorded  # pyright: ignore[reportPrivateUsage]
 from diloco.model.late_rewards import count_late_rewards, give_reward, write_pairs
 from diloco.model.traces import run_states
 from diloco.replica.rollouts import OldBundles
@@ -19,10 +22,12 @@ from inner import TraceWarning, reward_pairs, save_states
 from inner.replay.pairs import training_pairs
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.errors import StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach
-from rendezvous.records.rollouts import LateReward
+from rendezvous.records.rollouts import LateReward, read_record, seal_bundle
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import under_key
@@ -188,13 +193,74 @@ def test_a_record_that_is_none_is_left_out_and_named(case: str) -> None:
         body = json.dumps({**honest, **body}).encode()
     run.store.put(REWARD, body.replace(b"%s", honest["of"].encode()))
     give(run, "r01/42/5/0.0.5")
-    if case == "of another bundle":
-        assert states_of(run) == {"r01/42/5/0.0.5": {"human": 0.7}}
-        return
     with pytest.warns(TraceWarning, match=r"0000\.0\.0003\.human\.reward: .* is left out"):
         assert states_of(run) == {"r01/42/5/0.0.5": {"human": 0.7}}
     with pytest.warns(TraceWarning):
         assert count_late_rewards(run.store)["human"]["rollouts"] == 1
+
+
+def test_a_reward_of_a_rollout_that_its_bundle_does_not_have_is_not_counted() -> None:
+    run = a_run()
+    stray = replace(give(run), rollout=9999)
+    run.store.put(stray.key(KEY), stray.encode())
+    with pytest.warns(TraceWarning, match=r"0000\.0\.9999\.human\.reward: its bundle has \d+ rollouts"):
+        assert count_late_rewards(run.store)["human"]["rollouts"] == 1
+
+
+def changed_record(body: bytes, **changes: Any) -> bytes:
+    record, payload = read_record(body)
+    return seal_bundle(bytes(payload), replace(record, **changes))
+
+
+UNUSABLE: dict[str, tuple[Any, str]] = {
+    "another payload": (lambda body: b"\1" + body[1:], "its bytes have another digest"),
+    "another run": (lambda body: changed_record(body, run="other"), "it is of another run, other"),
+    "more rollouts": (lambda body: changed_record(body, rollouts=10**9), "rollouts of .* by its record 1000000000 of"),
+    "more tokens": (lambda body: changed_record(body, tokens=2**53), "by its record .* of 9007199254740992"),
+    "empty": (lambda body: b"", "no bundle of rollouts"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_bundle_that_is_not_what_was_recorded_is_no_trace(spoil: Any, words: str) -> None:
+    """All but the last were frozen without a word."""
+    run = a_run()
+    whole = run.store.get(KEY) or b""
+    run.store.put(KEY.replace("0000.0.", "0000.1."), whole)
+    run.store.put(KEY, spoil(whole))
+    with pytest.warns(TraceWarning, match=f"0000.0.bundle: .*{words}"):
+        assert {state["state_id"].split(".")[1] for state in run_states(run.store, "n")} == {"1"}
+
+
+@pytest.mark.parametrize("kind", ["name", "fifo", "link"])
+def test_one_foreign_file_below_rollouts_hides_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """One such name ended `report` and `traces` with an error."""
+    run = a_run(FileStore(tmp_path / "run"))
+    give(run)
+    folder = (tmp_path / "run" / KEY).parent
+    odd = folder / {"name": "0000.0.0000.\x1b[31mx.reward", "fifo": "0000.1.bundle", "link": "0000.2.bundle"}[kind]
+    if kind == "name":
+        odd.write_bytes(b"{}")
+        odd.with_suffix(".bundle").write_bytes(b"{}")
+    else:
+        os.mkfifo(odd) if kind == "fifo" else odd.symlink_to(folder / "0000.0.bundle")
+    run.store.put(layout.RUN, run.record.encode())
+    write_control(run.store, ManualClock(), replicas=2, steps=9, min_replicas=1)
+    assert main(["traces", run.store.root.as_posix(), "--to", str(tmp_path / "t.jsonl")]) == 0
+    told = capsys.readouterr()
+    assert f"wrote {len(run_states_quietly(run))} states" in told.out
+    assert "warning: rollouts/" in told.err and "It is left out" in told.err
+    assert "late_rewards.py" not in told.err and "\x1b" not in told.err
+    assert main(["report", run.store.root.as_posix(), "--to", str(tmp_path)]) == 0
+    assert "late rewards by human: rollouts 1" in capsys.readouterr().out
+
+
+def run_states_quietly(run: Run) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TraceWarning)
+        return run_states(run.store, "n")
 
 
 @pytest.mark.parametrize(
@@ -353,3 +419,26 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"late rewards by human: rollouts 16, mean {-trained:.3g}; their steps had trained on {trained:.3g}" in said
     assert main(["report", url, "--to", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["late_rewards"]["x"]["mean"] == 8
+
+
+@pytest.mark.parametrize("trace", ["verdict", "claim", "none"])
+def test_an_actors_bundle_that_is_gone_is_no_fault_of_the_replica(trace: str) -> None:
+    """The audit made the rollouts again, which only a session's own seeds can, and said that the replica lied."""
+    run, bundle_key = a_run(), KEY
+    run.store.delete([bundle_key])
+    if trace == "verdict":
+        run.store.put(layout.beside_bundle(bundle_key, "verdict"), b"{}")
+    elif trace == "claim":
+        run.store.put(layout.claim_key("a00", 1), b"{}")
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    assert recorded.find(HERE, FITS) is None and not to.off
+    gone = f"{bundle_key} is gone or cannot be used, and may be an actor's rollouts"
+    assert recorded.lost == ("" if trace == "none" else gone)
+
+
+def test_an_empty_bundle_is_no_missing_one() -> None:
+    run = a_run()
+    run.store.put(KEY, b"")
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    assert recorded.find(HERE, FITS) is None
+    assert to.off == [(HERE.outer, KEY, "r01", "it is empty, or has not the run's tag")]

@@ -93,6 +93,17 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     assert [blob for _, blob, _, _ in audited(killed).off] == [again.off[0][1]]
 
 
+@pytest.mark.timeout(300)
+def test_the_last_outer_steps_bundles_are_counted_in_the_log(tmp_path: Path) -> None:
+    """They were told after the session's last write of its log."""
+    fleet = a_fleet(tmp_path)
+    fleet.start("r00")
+    fleet.start("r01", die="before:create:.bundle@7").join()
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, 0]}, fleet.logs()
+    assert [(e["step"], e["bundles"]) for e in events(fleet, "rollouts_found")] == [(1, 2)]
+
+
 def _frozen(fleet: Fleet, to: Path, rollouts: int) -> None:
     """`diloco traces` has every rollout, with its reward and its tool's error."""
     made = freeze(fleet.store, to)

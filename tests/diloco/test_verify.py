@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from diloco.audit.verify import Verdict, verify, why_ineligible
+from diloco.model.give_back import plan_gc
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
 from executors.cli import main as cli
 from rendezvous import layout
+from rendezvous.clock import SystemClock
+from rendezvous.errors import RecordsLost
 from rendezvous.records.records import Commit
 from rendezvous.stores.files import FileStore
 from tests.support.audit import audit
@@ -126,6 +129,98 @@ def test_a_commit_that_vanished_is_named(run: Path) -> None:
     found = verified(run)
     assert [(d.step, d.blob) for d in found.differences] == [(2, layout.commit_key(2))], found.lines()
     assert found.thetas == [0, 1, 2]
+
+
+LOST = {
+    "the newest commit": ["steps/0000000004/commit.json"],
+    "the newest step": ["steps/0000000004"],
+    "two steps": ["steps/0000000003", "steps/0000000004"],
+    "all steps": ["steps"],
+    "a wide hole": ["steps/0000000001/commit.json", "steps/0000000002/commit.json", "steps/0000000003/commit.json"],
+    "all but the leave records": ["steps/0000000004", "snapshots/0000000004", "snapshots/0000000005", "log"],
+    "all but the logs": ["steps/0000000004", "snapshots/0000000004", "snapshots/0000000005", "leave"],
+    "all but an offer": ["steps/0000000003/commit.json", "steps/0000000004/commit.json", "snapshots", "leave", "log"],
+}
+
+
+@pytest.mark.parametrize("gone", LOST.values(), ids=LOST)
+def test_commits_that_vanished_from_the_end_are_missed_by_what_was_written_after_them(
+    run: Path, gone: list[str]
+) -> None:
+    """It said that everything was equal, and ended with 0."""
+    for path in map(run.joinpath, gone):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    first = next(t for t in range(STEPS) if not (run / layout.commit_key(t)).exists())
+    found = verified(run)
+    assert (first, layout.commit_key(first)) in [(d.step, d.blob) for d in found.differences], found.lines()
+    assert f"commit {first} is missing, though" in found.differences[0].text and not found.good
+
+
+def other_fence(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"fence": {**raw["fence"], "r00": 7}}
+
+
+EDITS: dict[str, tuple[Any, str]] = {
+    "time": (lambda raw: {"at": 1.0}, "was altered"),
+    "pace": (lambda raw: {"pace": 7.0}, "was altered"),
+    "snapshot": (lambda raw: {"snapshot": 0}, "was altered"),
+    "fence": (other_fence, "names r00-7, and no session claimed that"),
+    "closer": (lambda raw: {"by": "r07-3"}, "names r07-3, and no session claimed that"),
+    "no closer": (lambda raw: {"by": "me"}, "names 'me' as its closer"),
+    "order": (lambda raw: {"offers": raw["offers"][::-1]}, "does not list fresh offers by slot"),
+}
+
+
+@pytest.mark.parametrize(("edit", "words"), EDITS.values(), ids=EDITS)
+def test_the_last_commit_is_held_by_the_snapshot_after_it(run: Path, edit: Any, words: str) -> None:
+    """Only the next commit's `prev` was compared, and the last one has no next."""
+    path = run / layout.commit_key(STEPS - 1)
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps({**raw, **edit(raw)}, sort_keys=True, separators=(",", ":")))
+    found = verified(run)
+    assert words in str(found.lines()), found.lines()
+    assert (STEPS, layout.snapshot_key(STEPS)) in [(d.step, d.blob) for d in found.differences]
+    path.write_text(json.dumps(raw, sort_keys=True, separators=(",", ":")) + "\r\n")
+    assert not verified(run).good
+
+
+def test_a_leave_record_and_a_model_record_of_another_theta_are_named(run: Path) -> None:
+    leave, model = the_one(run, "leave/*.json"), run / layout.MODEL_MANIFEST
+    leave.write_text(re.sub(r'"base":"\w+"', f'"base":"{"0" * 32}"', leave.read_text()))
+    model.write_text(re.sub(r'"theta":"[^"]+"', f'"theta":"xxh3-128:{"0" * 32}"', model.read_text()))
+    found = verified(run)
+    assert {(d.step, d.blob) for d in found.differences} == {
+        (0, layout.MODEL_MANIFEST), (STEPS, leave.relative_to(run).as_posix())
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["model/*/tokenizer.json", "model/*/model.safetensors", "code/*/*"])
+def test_files_of_the_model_and_of_the_user_are_compared(run: Path, pattern: str) -> None:
+    path = the_one(run, pattern)
+    flip(path)
+    found = verified(run)
+    assert [d.blob for d in found.differences] == [path.relative_to(run).as_posix()], found.lines()
+
+
+def test_a_line_that_is_nested_without_end_is_no_event(run: Path) -> None:
+    """It ended with RecursionError."""
+    (run / "log/r00-1/000099.jsonl").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert verified(run).good
+
+
+def test_a_lost_model_manifest_is_lost_and_not_yet_to_come(run: Path) -> None:
+    (run / layout.MODEL_MANIFEST).unlink()
+    for act in verified, lambda run: plan_gc(read_run(str(run)), "window", SystemClock()):
+        with pytest.raises(RecordsLost, match=r"manifest.json is lost, though the run has begun.*before you resume"):
+            act(run)
+
+
+def test_explain_on_a_chain_with_a_hole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended with KeyError."""
+    (run / layout.commit_key(2)).unlink()
+    for step in "2", "3":
+        assert cli.main(["explain", str(run), "--step", step]) == 2
+        assert "commit 2 is missing, though step" in capsys.readouterr().err
 
 
 def test_what_was_collected_is_said_and_is_no_difference(run: Path) -> None:

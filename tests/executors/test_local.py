@@ -526,7 +526,7 @@ def test_a_process_of_another_machine_is_not_called_dead(forks, tmp_path):
 
 def test_find_knows_processes_by_their_claim_alone(tmp_path):
     store, clock = FileStore(tmp_path), SystemClock()
-    write_control(store, clock, replicas=2, steps=1)
+    write_control(store, clock, replicas=2, min_replicas=1, steps=1)
     child = worker(store.url)
     claim(store, clock, "r00", **identity(child.pid))
     claim(store, clock, "r01", **{**identity(child.pid), "host": f"{socket.gethostname()}~elsewhere"})

@@ -329,7 +329,7 @@ def test_a_session_of_which_nothing_tells_is_refused_and_not_free():
 def test_what_is_left_of_damaged_records_gets_no_new_lease():
     """A lease that reads on from there would go past the lost budget."""
     store, clock = MemoryStore(), SystemClock()
-    write_control(store, clock, replicas=2, steps=9, max_usd=50.0)
+    write_control(store, clock, replicas=2, min_replicas=1, steps=9, max_usd=50.0)
     write_control(store, clock, until=1.0)
     store.delete([layout.control_key(0)])
     remains = replace(report(), damage="control/000000 has vanished", wanted=Wanted(replicas=2, records=2))
@@ -355,7 +355,7 @@ def wait_until(condition) -> None:
 
 def test_a_replica_leaves_when_its_lease_is_over_and_not_before():
     store, clock = MemoryStore(), SystemClock()
-    write_control(store, clock, replicas=1, steps=1, until=clock.wall() + 1000.0)
+    write_control(store, clock, replicas=1, min_replicas=1, steps=1, until=clock.wall() + 1000.0)
     alive = a_session(store)
     wait_until(lambda: alive.rv.members.wanted.until > 0)
     assert not alive.rv.is_leaving
@@ -367,7 +367,7 @@ def test_a_replica_leaves_when_its_lease_is_over_and_not_before():
 
 def test_a_lease_that_was_renewed_holds_and_no_lease_means_no_end():
     store, clock = MemoryStore(), SystemClock()
-    write_control(store, clock, replicas=1, steps=1, until=clock.wall() - 1.0)
+    write_control(store, clock, replicas=1, min_replicas=1, steps=1, until=clock.wall() - 1.0)
     write_control(store, clock, until=clock.wall() + 1000.0)
     alive = a_session(store)
     wait_until(lambda: alive.rv.members.wanted.records == 2)

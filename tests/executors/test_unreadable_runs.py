@@ -81,3 +81,20 @@ def test_without_control_records_it_can_still_be_looked_back_at(good: PuppetRun,
     shutil.rmtree(bad / "control")
     words = {"RUN": str(bad), "GOOD": good.url, "OUT": str(tmp_path / "out")}
     assert main([words.get(word, word) for word in COMMANDS[command]]) == 0
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_without_run_json_is_lost_and_neither_missing_nor_of_the_short_form(
+    good: PuppetRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, started: bool
+) -> None:
+    """`status` said "started by launch_replicas, so there is no outer step", and ended with 0."""
+    bad = tmp_path / "bad"
+    shutil.copytree(good.folder, bad)
+    (bad / "run.json").unlink()
+    if started:  # by this machine's supervisor
+        (bad / "processes").mkdir(exist_ok=True)
+        (bad / "processes/r00.1.json").write_text("{}")
+    words = {"RUN": str(bad), "GOOD": good.url, "OUT": str(tmp_path / "out")}
+    assert main([words.get(word, word) for word in COMMANDS[command]]) == 2
+    assert "run.json is lost, though" in capsys.readouterr().err

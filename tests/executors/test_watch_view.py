@@ -552,6 +552,21 @@ def test_lines_go_on_while_the_bucket_does_not_answer_and_json_is_json() -> None
     assert any("no answer, asking again" in row.get("note", "") for row in found)
 
 
+def test_a_bucket_that_never_answers_is_said_at_once_and_each_trouble_once() -> None:
+    """The note waited for the next answer, so there was nothing to see for ever."""
+    out, pauses = io.StringIO(), iter(range(3))
+    looks = looks_at(long_run(5, 2), 0.0, [Fault("get", "", error=StoreUnclear("503"), times=10**6)])
+
+    def sleep(seconds: float) -> None:
+        if next(pauses, None) is None:
+            raise KeyboardInterrupt
+
+    looks.clock.sleep = sleep  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        write_lines(looks, out, key_values)
+    assert out.getvalue() == 'note="no answer, asking again: 503"\n'
+
+
 def test_without_textual_a_line_says_how_to_get_it(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "textual", None)
     with pytest.raises(ConfigError, match=r"pip install 'serverless-diloco\[watch\]'"):

@@ -188,7 +188,7 @@ def test_a_reader_runs_no_code_of_the_bucket(
     assert any(run.folder.glob("code/*/*")), "there is something to run"
     words = {"RUN": run.url, "OUT/model": str(tmp_path / "model"), "OUT/traces.jsonl": str(tmp_path / "traces.jsonl")}
     code = main([words.get(word, word) for word in command])
-    assert code in (0, 1, 2) and code_read == []
+    assert code in (0, 1, 2) and (code_read == [] or command[0] == "verify")  # it compares their SHA-256, in memory
 
 
 def test_what_runs_the_bucket_s_code_here(run: PuppetRun, tmp_path: Path, code_read: list[str]) -> None:

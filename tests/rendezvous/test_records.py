@@ -59,7 +59,7 @@ RECORDS: list[Record] = [
     Snapshot(3, "base", None, layout.snapshot_blob(3, "n"), 12, "d", "n", False),
     Weights(3, "base", "p", "d", 9, 2, (WeightsPart(layout.weights_blob(3, "n-0000"), 12, "d"),), "n", 9.0),
     Leave("r00", 1, 3, "base", "done", "n", 9.0),
-    Control(0, "n", 9.0, replicas=3, stop=True),
+    Control(0, "n", 9.0, replicas=3, min_replicas=2, stop=True),
     Beat("r00", 1, 5, "train", 3, 2, 0.25, 9.0),
 ]
 
@@ -218,7 +218,7 @@ def test_desired_states_are_folded_in_order() -> None:
 
 def test_a_guest_takes_part_beside_the_desired_replicas_and_is_not_kept() -> None:
     store = MemoryStore()
-    write_control(store, ManualClock(), replicas=2)
+    write_control(store, ManualClock(), replicas=2, min_replicas=1)
     wanted = write_control(store, ManualClock(), guest="r03")
     assert wanted == read_control(store) and wanted.replicas == 2 and wanted.universe == 4
     assert [wanted.is_to_leave(s) for s in wanted.slot_names] == [False, False, True, False]
@@ -232,7 +232,7 @@ def test_two_operators_at_once_lose_no_wish() -> None:
     inner, clock = MemoryStore(), SystemClock()
     rival = lambda: write_control(inner, clock, steps=7)  # noqa: E731
     store = FaultyStore(inner, [Fault("create", "control", error=None, before=rival)])
-    wanted = write_control(store, clock, replicas=4)
+    wanted = write_control(store, clock, replicas=4, min_replicas=1)
     assert (wanted.records, wanted.steps, wanted.replicas) == (2, 7, 4)
 
 

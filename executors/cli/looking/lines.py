@@ -58,14 +58,14 @@ class Lines:
 
     def show(self, report: Report) -> None:
         while self._said:
-            self._write({"note": self._said.pop(0)})
+            self.write({"note": self._said.pop(0)})
         if self._pass_over_past:
             self._write_past(report)
             self._pass_over_past = False
         news = [(s.at, step_fields(s, report)) for s in report.steps[self._steps :]]
         news += [(e["at"], event_fields(e, report.began)) for e in report.of_kind(*SHOWN) if self._is_new(e)]
         for _, fields in sorted(news, key=lambda one: (one[0], key_values(one[1]))):
-            self._write(fields)
+            self.write(fields)
         self._steps = report.head
 
     def _write_past(self, report: Report) -> None:
@@ -73,7 +73,7 @@ class Lines:
             return
         ends = first_and_last(report)
         rewards = {} if ends is None else {"first_reward": round(ends[0], 4), "newest_reward": round(ends[1], 4)}
-        self._write({"steps_before": report.head, "of": report.wanted.steps, **rewards})
+        self.write({"steps_before": report.head, "of": report.wanted.steps, **rewards})
         self._steps = report.head
         begun = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)]
         since = max([*begun, *(s.at for s in report.steps[-1:])], default=0.0)
@@ -81,7 +81,7 @@ class Lines:
             if event["at"] < since:
                 self._is_new(event)
 
-    def _write(self, fields: dict[str, Any]) -> None:
+    def write(self, fields: dict[str, Any]) -> None:
         print(self._form(fields), file=self._out, flush=True)
 
     def _is_new(self, event: dict[str, Any]) -> bool:

@@ -70,13 +70,15 @@ def publish_refused(error: Exception) -> str:
     )
 
 
-def late_rewards_of(report: Report, store: Readable) -> dict[str, dict[str, Any]]:
-    """Return the counts of late rewards by name; {} if the run records no rollouts, so that none can be rewarded."""
+def late_rewards_of(report: Report, store: Store, run: str = "") -> dict[str, dict[str, Any]]:
+    """Return the counts of late rewards by name; {} if the run records no rollouts, so that none can be rewarded.
+
+    run: nonce of run.json."""
     if not report.setting("fleet", "record_rollouts", False):
         return {}
     from diloco.model.late_rewards import count_late_rewards
 
-    return count_late_rewards(store)
+    return count_late_rewards(store, run)
 
 
 def late_lines(late: dict[str, dict[str, Any]]) -> list[str]:

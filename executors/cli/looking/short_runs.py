@@ -21,6 +21,7 @@ from executors.platforms.short_form import wait_for_all
 from executors.preflight import run_url
 from rendezvous import layout
 from rendezvous.clock import Clock
+from rendezvous.errors import RecordsLost
 from rendezvous.stores.open import open_store
 
 VERBS = ("status", "costs", "stop")
@@ -36,6 +37,12 @@ def platform_of(url: str) -> str:
     if scheme == "modal" and open_store(run_url.checked_url(url), make=False).get(layout.RUN) is not None:
         return ""  # an ordinary run whose store is inside Modal
     return scheme if scheme in EXECUTORS else ""
+
+
+def is_headless(url: str) -> bool:
+    """Whether a folder of this machine has records of an ordinary run, which has lost its run.json."""
+    folder = Path(url.removeprefix("file://"))
+    return any((folder / name).exists() for name in ("steps", "control", "replicas"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ class ShortRun:
         unknown = f", and {len(statuses) - len(known)} of unknown cost" if len(known) < len(statuses) else ""
         live = sum(not s.state.ended for s in statuses)
         head = f"{self.url}: {live} of {len(statuses)} live, {dollars(sum(known))} so far{unknown}"
-        return [f"{head}; started by launch_replicas, so there is no outer step", *map(self._line, statuses)]
+        lost = f"its {layout.RUN} is lost" if is_headless(self.url) else ""
+        why = lost or "started by launch_replicas, so there is no outer step"
+        return [f"{head}; {why}", *map(self._line, statuses)]
 
     def _line(self, status: Status) -> str:
         hours, usd = self.hours(status), self.usd(status)
@@ -92,7 +101,15 @@ class ShortRun:
 
 
 def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purge: bool = False) -> Answer:
-    """Answer one of VERBS.   Raise UsageError for other verbs, which need records."""
+    """Answer one of VERBS.   Raise UsageError for other verbs, which need records.
+
+    Raise RecordsLost for an ordinary run without run.json, of which only `stop` is answered: it ends the processes.
+    """
+    if verb != "stop" and is_headless(run.url):
+        raise RecordsLost(
+            f"{run.url}/{layout.RUN} is lost, though other records of the run are there. Restore it from a backup; "
+            "`diloco stop` still ends the run's processes"
+        )
     if verb not in VERBS:
         raise run_url.UsageError(
             f"{run.url} was started by launch_replicas, which keeps no records: {', '.join(VERBS)} know it; its "

@@ -63,14 +63,16 @@ def _opened(url: str, scope: "Scope") -> "tuple[View, Reader]":
 
 
 def _status(args: Namespace) -> Answer:
+    from diloco.runlog.reached import note_chain_damage
     from diloco.runlog.reader import SUPERVISOR
     from diloco.runlog.scope import STATUS
     from executors.cli.looking import status
     from executors.supervision.money.bills import costs, unpriced
     from rendezvous.agreement.membership import read_beat
 
-    _, reader = _opened(args.run, STATUS)
+    view, reader = _opened(args.run, STATUS)
     report = reader.refresh()
+    note_chain_damage(report, view.run.store)
     now = time.time()
     last, supervisor = status.describe_supervisor(read_beat(reader.ahead, SUPERVISOR), SystemClock(), report)
     spent = costs(report, now)
@@ -108,13 +110,19 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 
 
 def _costs(args: Namespace) -> Answer:
-    from diloco.runlog.scope import COSTS, EVERYTHING
+    from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
     from executors.cli.looking import status
     from executors.cli.looking.box_costs import box_costs, provider_in
     from executors.supervision.money.bills import costs
+    from rendezvous import layout
+    from rendezvous.records.records import Commit, decode_or_none
 
     view, reader = _opened(args.run, COSTS)
     report = reader.refresh()
+    if report.taken > max((beat.step for beat in report.beats.values()), default=report.taken):
+        newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1)))
+        if newest is None or newest.t != report.taken - 1:  # a stray object: only reading all counts
+            report = _opened(args.run, STATUS)[1].refresh()
     if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # the replicas' logs count the boxes that they used
     spent = costs(report, time.time())
@@ -130,13 +138,16 @@ def _costs(args: Namespace) -> Answer:
 
 
 def _report(args: Namespace) -> Answer:
+    from diloco.runlog.reached import FOLDERS, note_chain_damage
     from diloco.runlog.scope import EVERYTHING
     from diloco.runlog.summary import summary
     from executors.cli.looking import status
     from executors.cli.looking.report import late_lines, late_rewards_of, publish_page, write_page
+    from executors.cli.warnings_said import warnings_said
 
     view, reader = _opened(args.run, EVERYTHING)
     report = reader.refresh()
+    note_chain_damage(report, view.run.store, FOLDERS)
     folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
     now = time.time()
     page = write_page(report, view.run.store, folder, now)
@@ -147,7 +158,8 @@ def _report(args: Namespace) -> Answer:
 
         data["picture"] = str(write_picture(report, folder))
         wrote += f" and {data['picture']}"
-    late = late_rewards_of(report, view.run.store)
+    with warnings_said():
+        late = late_rewards_of(report, view.run.store, view.run.record.nonce)
     data |= {"late_rewards": late} if late else {}
     if args.publish:
         data["published"] = publish_page(report, patient_store(view.run.store), now)

@@ -54,14 +54,16 @@ def check_textual() -> None:
 
 
 def write_lines(looks: RunLooks, out: TextIO, form: Callable[[dict[str, Any]], str]) -> int:
-    """Write one line per outer step and event, until the run is done or stopped."""
-    lines = Lines(out, form)
+    """Write one line per outer step and event, and per new trouble of a look, until the run is done or stopped."""
+    lines, said = Lines(out, form), ""
     while True:
         try:
-            picture = looks.next_picture()
+            picture, said = looks.next_picture(), ""
         except (RendezvousError, OSError) as error:
-            lines.say(f"no answer, asking again in {looks.pause_s:.0f} s: {error_words(error)}")
-            picture = None
+            picture, words = None, f"no answer, asking again: {error_words(error)}"
+            if words != said:  # at once: perhaps no look will succeed
+                lines.write({"note": words})
+            said = words
         if picture is not None and not picture.partial and looks.report is not None:
             lines.show(looks.report)
             if picture.seen.state in ("done", "stopped"):

@@ -238,9 +238,11 @@ def _held_out_file(spelling: str, config: "RunConfig") -> Path:
 
 def _traces(args: Namespace, run: "Run") -> Answer:
     from diloco.model.traces import freeze
+    from executors.cli.warnings_said import warnings_said
 
     _refuse_targets(args)
-    made = freeze(run.store, Path(args.to))
+    with warnings_said():
+        made = freeze(run.store, Path(args.to), run.record.nonce)
     text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
     data, lines = {"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)]
     if args.pairs:

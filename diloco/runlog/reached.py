@@ -1,0 +1,120 @@
+"""Commits that are lost: the records that were written after them still exist.
+
+    snapshot t, offer for step t, leave record at step t, commit t − 1       each was written after commit t − 1
+    commits   ● ● ○ ● ●                                                      so ○ is lost
+              0   └── the first one missing
+
+A commit is written before every record that names it, and no register is deleted.  So records are listed first and
+commits are read last: a run that goes on meanwhile loses nothing here.
+
+Not promised: a loss after which no record was written, or of which LIST does not tell (it may lag).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from rendezvous import layout
+from rendezvous.agreement.chain import Chain
+from rendezvous.errors import ChainBroken, Forged
+from rendezvous.records.records import Commit, Leave, Offer, Snapshot, decode_or_none
+from rendezvous.store import Readable
+
+if TYPE_CHECKING:
+    from diloco.runlog.reader import Report
+
+R = TypeVar("R", Snapshot, Offer, Commit, Leave)
+FOLDERS = (layout.SNAPSHOTS, layout.LEAVES, layout.STEPS)
+
+
+@dataclass(frozen=True)
+class LostCommit:
+    """The first missing commit.   reached: the step that the record `witness` names."""
+
+    step: int
+    reached: int
+    witness: str
+
+    def in_words(self) -> str:
+        return (
+            f"commit {self.step} is missing, though {self.witness} is of step {self.reached}. Registers are never "
+            "deleted: the bucket was edited, or lost objects; restore it from a backup"
+        )
+
+
+def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS) -> LostCommit | None:
+    """Return the first commit from `head` on that is lost; None if there is none.   head: commits below it exist."""
+    keys = [key for folder in folders for key in store.list(folder)]
+    reached, witness = newest_witness(store, keys, head)
+    while head < reached and store.get(layout.commit_key(head)) is not None:
+        head += 1
+    return LostCommit(head, reached, witness) if head < reached else None
+
+
+def newest_witness(store: Readable, keys: Iterable[str], head: int) -> tuple[int, str]:
+    """Return the highest step that a record under `keys` shows as reached, and its key; (head, "") if none is higher.
+
+    An object that is not the record of its key is skipped: any writer may have put it there.
+    """
+    found = max(((_leave_step(store, key), key) for key in keys if key.startswith(layout.LEAVES)), default=(0, ""))
+    named = sorted(((step, key) for key in keys if (step := _step_of(key)) > max(head, found[0])), reverse=True)
+    found = next(((step, key) for step, key in named if _is_record(store, key, step)), found)
+    return found if found[0] > head else (head, "")
+
+
+def refuse_broken_chain(store: Readable) -> None:
+    """Raise ChainBroken unless every commit up to the newest exists and follows the one before it."""
+    chain, t = Chain(store, 2), 0
+    while chain.read(t) is not None:
+        t += 1
+    if (lost := lost_commit(store, t)) is not None:
+        raise ChainBroken(f"{lost.in_words()}. Nothing was deleted")
+
+
+def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
+    """Write into `report.damage` which commit is lost or altered.
+
+    folders: to list.   None: some, and only if a heartbeat or a log names a step above the head, as a look is short."""
+    told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
+    cheap = (layout.SNAPSHOTS, layout.offers_prefix(report.head + 1)) if max(told, default=0) > report.head else ()
+    if not report.damage and (lost := lost_commit(store, report.head, folders or cheap)) is not None:
+        report.damage = lost.in_words()
+    odd = next((step.t for step in report.steps if not step.linked), None)
+    if not report.damage and odd is not None:
+        report.damage = (
+            f"commit {odd} does not follow commit {odd - 1}: one of the two was altered, or is another run's"
+        )
+
+
+def _step_of(key: str) -> int:
+    """Return the step that a key of a snapshot, an offer or a commit shows as reached; -1 for other keys."""
+    if (step := layout.snapshot_step(key)) is not None:
+        return step
+    parts = key.split("/")
+    if parts[0] != "steps" or len(parts) < 3 or not (parts[1].isascii() and parts[1].isdigit()):
+        return -1
+    step = int(parts[1])
+    return step + 1 if key == layout.commit_key(step) else step if key.startswith(layout.offers_prefix(step)) else -1
+
+
+def _is_record(store: Readable, key: str, step: int) -> bool:
+    if key.endswith("/commit.json"):
+        commit = _read(store, Commit, key)
+        return commit is not None and commit.t == step - 1
+    if key.startswith(layout.SNAPSHOTS):
+        snapshot = _read(store, Snapshot, key)
+        return snapshot is not None and snapshot.t == step
+    offer = _read(store, Offer, key)
+    return offer is not None and offer.step == step
+
+
+def _leave_step(store: Readable, key: str) -> int:
+    record = _read(store, Leave, key)
+    return record.step if record is not None and key == layout.leave_key(record.slot, record.generation) else 0
+
+
+def _read(store: Readable, kind: type[R], key: str) -> R | None:
+    try:
+        return decode_or_none(kind, store.get(key))
+    except Forged:
+        return None

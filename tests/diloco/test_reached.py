@@ -1,0 +1,117 @@
+"""A chain with a hole: `report`, `status` and `costs` say so, and `gc` deletes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.runlog.reached import lost_commit
+from executors.cli.main import main
+from rendezvous import layout
+from rendezvous.agreement.membership import write_control
+from rendezvous.clock import SystemClock
+from rendezvous.records.records import Beat, Leave
+from rendezvous.stores.files import FileStore
+from tests.support.puppets import PuppetRun
+
+STEPS = 8
+CLOCK = SystemClock()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> PuppetRun:
+    run = PuppetRun(tmp_path_factory.mktemp("played"), fleet={"keep": "all"}, outer={"snapshot_every": 2})
+    run.rounds(STEPS)
+    beat = Beat(slot="r00", generation=1, n=9, phase="left", step=STEPS, inner=0, rate=0.0, at=1.0)
+    run.run.store.put(layout.beat_key("r00"), beat.encode())
+    write_control(run.run.store, CLOCK, stop=True)
+    return run
+
+
+@pytest.fixture
+def run(played: PuppetRun, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(played.folder, tmp_path / "run"))
+
+
+def told(verb: str, run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+    code = main([verb, str(run), *more])
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def key(run: Path, t: int) -> Path:
+    return run / layout.commit_key(t)
+
+
+@pytest.mark.parametrize("gone", [[2], [2, 3, 4], [0]])
+def test_a_hole_is_no_end_of_the_chain(run: Path, capsys: pytest.CaptureFixture[str], gone: list[int]) -> None:
+    """The report said "none lost, the chain has no gap", and status nothing."""
+    for t in gone:
+        key(run, t).unlink()
+    missing = f"commit {gone[0]} is missing, though "
+    code, report = told("report", run, capsys, "--to", str(run.parent / "page"))
+    assert code == 0 and f"NO  {gone[0]} of 100 outer steps committed so far, commit {gone[0]} is" in report, report
+    assert "none lost" not in report
+    assert f"! {missing}" in told("status", run, capsys)[1]
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    code, why = told("gc", run, capsys, "--keep", "window", "--yes")
+    assert code == 2 and missing in why and "Nothing was deleted" in why
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_commits_in_each_others_place(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, three = key(run, 2).read_bytes(), key(run, 3).read_bytes()
+    key(run, 2).write_bytes(three)
+    key(run, 3).write_bytes(two)
+    assert "! commit 2 speaks of step 3" in told("status", run, capsys)[1]
+    assert told("gc", run, capsys, "--keep", "window", "--yes")[0] == 2
+
+
+def test_an_altered_commit_is_a_trouble_of_status_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = json.loads(key(run, 2).read_bytes())
+    key(run, 2).write_text(json.dumps({**raw, "at": 1.0}, sort_keys=True, separators=(",", ":")))
+    assert "! commit 3 does not follow commit 2" in told("status", run, capsys)[1]
+    code, why = told("gc", run, capsys, "--keep", "window", "--yes")
+    assert code == 2 and "commit 3 does not follow commit 2" in why
+
+
+@pytest.mark.parametrize(
+    "at",
+    ["steps/0000000011/commit.json", "steps/9999999999/commit.json", "snapshots/0000000099/manifest.json",
+     "steps/0000000099/offer/r00.0.json", "steps/00000000099/offer/x", "leave/README"],
+)  # fmt: skip
+def test_what_is_no_record_of_its_key_shows_no_hole(run: Path, at: str) -> None:
+    (run / at).parent.mkdir(parents=True, exist_ok=True)
+    copied = {"snapshots": layout.snapshot_key(0), "leave": layout.RUN}.get(at.split("/")[0], layout.commit_key(4))
+    (run / at).write_bytes((run / copied).read_bytes())
+    assert lost_commit(FileStore(run), STEPS) is None
+
+
+def test_a_run_that_goes_on_during_the_look_has_no_hole(played: PuppetRun) -> None:
+    assert lost_commit(FileStore(played.folder), 3) is None  # five more were written since the caller looked
+
+
+def test_a_leave_record_alone_shows_the_step_that_was_reached(run: Path) -> None:
+    leave = Leave("r00", 1, STEPS + 2, "0" * 32, "done", "n", 1.0)
+    (run / "leave").mkdir(exist_ok=True)
+    (run / layout.leave_key("r00", 1)).write_bytes(leave.encode())
+    found: Any = lost_commit(FileStore(run), STEPS)
+    assert (found.step, found.reached, found.witness) == (STEPS, STEPS + 2, "leave/r00-1.json")
+
+
+def test_costs_count_commits_and_no_stray_object(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for t in range(5, STEPS):
+        key(run, t).unlink()
+    key(run, 7).write_bytes(key(run, 4).read_bytes())
+    beat = run / layout.beat_key("r00")
+    beat.write_bytes(beat.read_bytes().replace(b'"step":8', b'"step":5'))
+    assert "; 5 outer steps" in told("costs", run, capsys)[1]
+
+
+def test_more_steps_than_are_wanted_are_not_said_to_be_of_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It said "8 of 3 outer steps"."""
+    write_control(FileStore(run), CLOCK, steps=3)
+    said = told("report", run, capsys, "--to", str(run.parent / "page"))[1]
+    assert f"ok  {STEPS} outer steps committed" in said
