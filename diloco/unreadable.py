@@ -1,18 +1,22 @@
-"""Error messages for a file that is not a config, and for missing files or objects that a config names.
+"""Error messages for a file that is not a config, a URL without run.json, and what a config names and is not there.
 
     bad.toml, line 3: replicas = 2 3       the file, the line and its text; the TOML parser's message
     grpo.py is a Python script             the kind of file, and where its parts belong
     rewards.score                    ──▶   did you mean "rewards.py:score"?
+    no run.json at the URL                 no run, or other records of a run, which is lost then
 
 Not promised: that a proposed name is the intended one.  The user's code is not run.
 """
 
 import ast
 import re
+import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
 from inner.settings.task import is_code, setting_of
+from rendezvous import layout
+from rendezvous.store import Readable
 
 SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
 WHERE = re.compile(r" \(at line (\d+), column \d+\)")
@@ -104,3 +108,15 @@ def _defined(text: str) -> list[str]:
         return []
     named = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     return [name for name in named if not name.startswith("_")]
+
+
+def no_run_words(url: str, store: Readable) -> tuple[str, bool]:
+    """Return the message for a URL without run.json, and whether it is lost: other records of a run are there."""
+    beside = (layout.control_key(0), layout.commit_key(0), layout.claim_key("r00", 1))
+    if stands := next((key for key in beside if store.get(key) is not None), ""):
+        return (
+            f"{url}/{layout.RUN} is lost, though {stands} is there: without it the run cannot be read. Restore it from "
+            "a backup, or from the bucket's versions"
+        ), True
+    there = f"there is no run at {url} (no run.json). Check the path, or start one: "
+    return f"{there}diloco train CONFIG --run {shlex.quote(url)}", False

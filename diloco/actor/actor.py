@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.actor.places import BEATS, chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
-from diloco.model.start_model import refuse_other_base
+from diloco.outer.frozen import refuse_other_base
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.session import Session, SessionHost, process_fields

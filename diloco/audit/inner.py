@@ -32,7 +32,7 @@ from diloco.audit.verify import UNSEEN, Difference, Verdict
 from diloco.model.contributions import read_mean
 from diloco.model.export import model_record, start_arrays, start_folder
 from diloco.model.fetch import fetch_files
-from diloco.model.start_model import refuse_other_base
+from diloco.outer.frozen import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.rounds import Work, is_alone
 from diloco.process.watchdog import Watchdog

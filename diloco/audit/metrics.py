@@ -25,7 +25,7 @@ from diloco.audit.bisect import Judge
 from diloco.audit.offline_eval import OfflineScorer
 from diloco.model.export import put_into, start_folder
 from diloco.model.fetch import fetch_files
-from diloco.model.start_model import refuse_other_base
+from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run

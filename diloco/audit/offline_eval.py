@@ -14,7 +14,7 @@ from typing import cast
 
 from diloco.model.export import model_record, put_into, start_folder, state_at
 from diloco.model.fetch import fetch_files
-from diloco.model.start_model import refuse_other_base
+from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
 from diloco.replica.evaluation import Scorer, score_prompts
 from diloco.run.config import ConfigError, derive_seed

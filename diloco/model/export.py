@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from diloco.model.contributions import read_mean
 from diloco.model.fetch import fetch_model, is_weights_file, save_below
 from diloco.model.hub_wait import next_steps_text
-from diloco.model.start_model import first_arrays, refuse_other_base, refuse_other_bits
+from diloco.model.start_model import first_arrays, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import ConfigError, OuterConfig
@@ -75,7 +75,10 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
         model, _ = load_start(start, inner.dtype, inner.lora)
-        refuse_other_base(record.base, model)
+        if record.base:
+            from diloco.outer.frozen import refuse_other_base
+
+            refuse_other_base(record.base, model)
         if merge and inner.lora is not None and inner.lora.base is not None:
             model = load_dequantised(start, inner.dtype, inner.lora)
         put_into(model, state)

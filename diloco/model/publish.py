@@ -135,10 +135,14 @@ def _describe_model(
     run: Run, model: Any, files: dict[str, dict[str, str]], clock: Clock, hub: Mapping[str, str] | None = None
 ) -> ModelRecord:
     from diloco.model.start_model import theta_digest
-    from diloco.outer.flat import frozen_digest, layout_of
+    from diloco.outer.flat import layout_of
 
     theta = theta_digest(model, required_digest_kind(run.store))
-    base = frozen_digest(model) if run.config.inner.lora is not None else ""
+    base = ""
+    if run.config.inner.lora is not None:
+        from diloco.outer.frozen import frozen_digest
+
+        base = frozen_digest(model)
     return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
 
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
-from diloco.outer.flat import FlatFragment, frozen_digest, trainable_parameters
+from diloco.outer.flat import FlatFragment, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import OuterConfig, cut_fragments
 from inner.train.build import load_start
-from rendezvous.errors import Diverged, WrongRun
+from rendezvous.errors import WrongRun
 from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
 
@@ -56,26 +56,6 @@ def refuse_other_bits(announced: str, model: nn.Module) -> None:
             f"this replica's start model has other bits than the run's: digest {found}, the run has {announced}. Its "
             "files were the same, so they are read or rounded in another way here. Use the releases of torch and "
             "transformers that the run was started with"
-        )
-
-
-def refuse_other_base(announced: str, model: nn.Module) -> None:
-    """Raise WrongRun if the adapter's base is not the run's base.   announced: "" if the whole model is trained."""
-    if announced and (found := frozen_digest(model)) != announced:
-        raise WrongRun(
-            f"the base model of this replica's adapter has other bits than the run's: digest {found}, the run has "
-            f"{announced}. An adapter means nothing on another base. Its files were the same, so they are read or "
-            "rounded in another way here. Use the releases of torch and transformers that the run was started with"
-        )
-
-
-def refuse_changed_base(announced: str, model: nn.Module) -> None:
-    """Raise Diverged if the base has changed since the session began."""
-    if announced and (found := frozen_digest(model)) != announced:
-        raise Diverged(
-            f"the base model was changed in this session, though only the adapter is trained: digest "
-            f"{found}, {announced} when it began. Something writes to frozen weights: a merge of the adapter, or the "
-            "user's own code"
         )
 
 

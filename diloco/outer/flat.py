@@ -13,7 +13,7 @@ model, the local value is the live value, read straight from the model.
 The outer step averages only these vectors, so replicas would differ in the rest:
 
     when the loop is made      complex or fp16 parameters · batch statistics · an optimizer that lacks parameters
-    when it is entered         frozen_digest: weights and buffers that are not averaged are equal in all replicas
+    when it is entered         frozen.py: weights and buffers that are not averaged are equal in all replicas
     at every sync              parameters frozen, unfrozen or replaced since · buffers that training has changed
 
 Not promised: a model in shards (ranks/fragment.py has those); state outside of the module (an optimizer's, a
@@ -158,18 +158,6 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def frozen_digest(model: nn.Module) -> str:
-    """Return xxh3-128 over frozen parameters and saved buffers, which no outer step averages; "" without any."""
-    h = xxhash.xxh3_128()
-    frozen = [(bare_name(model, n), p) for n, p in model.named_parameters() if not p.requires_grad]
-    scales = [(f"{n}.{k}", v) for n, p in frozen if hasattr(p, "quant_state") for k, v in scales_of(p)]
-    fixed = [*frozen, *scales, *saved_buffers(model)]
-    for name, tensor in fixed:
-        h.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        h.update(_tensor_bytes(tensor))
-    return h.hexdigest() if fixed else ""
-
-
 def scales_of(p: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors beside the 4-bit weights that bitsandbytes keeps outside of the module's buffers."""
     return sorted(p.quant_state.as_dict(packed=True).items())
@@ -184,7 +172,7 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _tensor_bytes(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
     tensor = getattr(tensor, "full_tensor", lambda: tensor)()  # gathers shards: all ranks call it
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -195,7 +183,7 @@ class ModelGuard:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._trainable = self._parameter_versions()
-        self._buffers = {n: (b, b._version, xxhash.xxh3_128_digest(_tensor_bytes(b))) for n, b in saved_buffers(model)}
+        self._buffers = {n: (b, b._version, xxhash.xxh3_128_digest(tensor_bytes(b))) for n, b in saved_buffers(model)}
 
     def check(self) -> None:
         """Raise OuterError if training changed something that no flat vector holds."""
@@ -222,7 +210,7 @@ class ModelGuard:
         tensor, version, digest = self._buffers.get(name, (None, 0, b""))
         if buffer is None or buffer is not tensor:
             return True
-        return buffer._version != version and xxhash.xxh3_128_digest(_tensor_bytes(buffer)) != digest
+        return buffer._version != version and xxhash.xxh3_128_digest(tensor_bytes(buffer)) != digest
 
 
 def _names_of(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.outer.flat import layout_of
+from diloco.outer.frozen import frozen_digest
 from diloco.process.session import Session
 from diloco.run.founding import solo_warning
 from diloco.run.library import agree_on_run
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
 
 
-def found_run(session: Session, loop: "OuterLoop", frozen: str) -> None:
-    """Write run.json, or compare with the existing one. Take the codec from it.   frozen: digest of frozen weights."""
+def found_run(session: Session, loop: "OuterLoop", frozen: str | None) -> None:
+    """Write run.json, or compare with the existing one. Take the codec from it.
+
+    frozen: digest of frozen weights (frozen.py); None: computed here.
+    """
     rv = session.rv
+    frozen = frozen_digest(loop.model) if frozen is None else frozen
     stands = agree_on_run(
         rv.store, session.clock, loop.mathematics(), layout_of(loop.model),
         frozen=frozen, replicas=rv.wanted.replicas,

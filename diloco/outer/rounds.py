@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from diloco.outer.flat import frozen_digest, layout_of
+from diloco.outer.flat import layout_of
 from diloco.outer.safety import moved_share
 from diloco.outer.step_report import StepReport
 from diloco.process.session import Session
@@ -97,7 +97,7 @@ class StoreRounds:
         self.loop: OuterLoop | None = None  # None: no loop has joined
         self.in_flight: InFlightRound | None = None
         self.founds = founds
-        self.frozen = frozen_digest
+        self.frozen: str | None = None  # the digest, if the ranks have computed it
         self._theta_0 = theta_0
         self._report: StepReport | None = None
         self._samples: list[float] = []  # samples of each fragment since its last offer
@@ -115,7 +115,7 @@ class StoreRounds:
         if self.founds:
             from diloco.outer.found import found_run
 
-            found_run(self.session, loop, self.frozen(loop.model))
+            found_run(self.session, loop, self.frozen)
         if loop.rules.codec == AUTO:
             raise OuterConfigError(
                 'outer.codec = "auto" is decided when a run is created, and this manager has a claimed slot of an '

@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TextIO, cast
 
 from inner.printable import printable
@@ -81,23 +82,14 @@ def asking_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hangs_up]
 
 
-def hear_asking(
-    act: Callable[[], object], numbers: Iterable[signal.Signals] | None = None
-) -> dict[signal.Signals, Any]:
+def hear_asking(act: Callable[[], object], numbers: Iterable[int] | None = None) -> dict[int, Any]:
     """Call act() at a signal that asks this process to end; return the handlers before.   numbers: default: all.
 
     A forked child has Python's own handlers: a reward's multiprocessing.Pool ends its workers with SIGTERM.
     """
-    hear = lambda *_: act()  # noqa: E731
-    _ours.append(hear)
-    return {number: signal.signal(number, hear) for number in (asking_signals() if numbers is None else numbers)}
-
-
-def _forget_in_child() -> None:
-    for number in asking_signals():
-        if signal.getsignal(number) in _ours:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _mask(signal.SIG_UNBLOCK)
+    _ours.append(lambda *_: act())
+    numbers = asking_signals() if numbers is None else numbers
+    return {number: signal.signal(number, _ours[-1]) for number in numbers}
 
 
 def _mask(how: int) -> None:
@@ -105,11 +97,18 @@ def _mask(how: int) -> None:
         signal.pthread_sigmask(how, asking_signals())
 
 
-_ours: list[Any] = []
-os.register_at_fork(  # a signal between the fork and the child's own handlers waits for them
-    before=lambda: _mask(signal.SIG_BLOCK), after_in_parent=lambda: _mask(signal.SIG_UNBLOCK),
-    after_in_child=_forget_in_child,
-)  # fmt: skip
+def _forget_in_child() -> None:
+    for number in asking_signals():
+        if signal.getsignal(number) in _ours:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _mask(signal.SIG_UNBLOCK)  # a signal that came after the fork meets these handlers
+
+
+_ours = list[Any]()
+_let_through = partial(_mask, signal.SIG_UNBLOCK)
+os.register_at_fork(
+    before=partial(_mask, signal.SIG_BLOCK), after_in_parent=_let_through, after_in_child=_forget_in_child
+)
 
 
 def _lossy_stream(fd: int, like: TextIO) -> io.TextIOWrapper:

@@ -246,7 +246,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
     from diloco import make_diloco
-    from diloco.model.start_model import first_arrays, refuse_changed_base, refuse_other_base, refuse_other_bits
+    from diloco.model.start_model import first_arrays, refuse_other_bits
     from diloco.outer.flat import layout_of
     from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
@@ -268,7 +268,10 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     refuse_layout(record.layout, layout_of(loop.model))
     if model_dir.name != ZEROS:
         refuse_other_bits(record.theta, loop.model)
-    refuse_other_base(record.base, loop.model)
+    if record.base:
+        from diloco.outer.frozen import refuse_other_base
+
+        refuse_other_base(record.base, loop.model)
     whole = lambda: fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     manager = manage(config, session, again if record.hub else None)
@@ -293,7 +296,10 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
             _run_inner(loop, manager, session.rv.members.status, evaluator, outer)
         finally:
             tell_of_rollouts()  # the log is written for the last time when the session leaves
-    refuse_changed_base(record.base, loop.model)
+    if record.base:
+        from diloco.outer.frozen import refuse_changed_base
+
+        refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 

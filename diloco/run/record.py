@@ -30,7 +30,7 @@ from diloco.run.script import Script, ScriptConfig
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
-from rendezvous.errors import Forged, WrongRun
+from rendezvous.errors import Forged, RecordsLost, WrongRun
 from rendezvous.records.digests import SHA256, hex_of, is_digest
 from rendezvous.records.records import Count, Key, Record, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Where
@@ -284,11 +284,12 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Return these stores, with `answers` to the OPENING requests.   Raises `no_run` without run.json."""
+    """Return these stores, with `answers` to the OPENING requests.   Raise if there is no run.json."""
     if not answers.is_there(layout.RUN):
-        from diloco.runlog.absent import no_run
+        from diloco.unreadable import no_run_words
 
-        raise no_run(url, bare)
+        words, lost = no_run_words(url, bare)
+        raise RecordsLost(words) if lost else ConfigError(words)
     store = signed_store(bare, run_key(), answers.get(layout.SEAL))
     return sealed.reading_through(answers) if (sealed := as_sealed(store)) is not None else answers, store
 

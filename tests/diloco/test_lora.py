@@ -19,8 +19,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from diloco import StoreManager, make_diloco
 from diloco.model.export import export, put_into, state_at
 from diloco.model.publish import publish_model
-from diloco.model.start_model import refuse_changed_base, refuse_other_base
-from diloco.outer.flat import frozen_digest
+from diloco.outer.frozen import frozen_digest, refuse_changed_base, refuse_other_base
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, step_bytes
 from diloco.run.founding import open_run

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diloco.model.export import export, put_into, state_at
-from diloco.model.start_model import refuse_changed_base
-from diloco.outer.flat import frozen_digest, trainable_parameters
+from diloco.outer.flat import trainable_parameters
+from diloco.outer.frozen import frozen_digest, refuse_changed_base
 from diloco.run.config import RunConfig
 from diloco.run.footprint import footprint
 from diloco.run.record import read_run

@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from diloco import StoreManager, make_diloco
 from diloco.model.script_model import publish_script_model, write_script_model
-from diloco.outer.flat import ModelGuard, frozen_digest, layout_of, trainable_parameters
+from diloco.outer.flat import ModelGuard, layout_of, trainable_parameters
+from diloco.outer.frozen import frozen_digest
 from diloco.run.config import OuterError
 from diloco.run.record import ModelRecord
 from rendezvous import layout

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from torch import Tensor, nn
 
-from diloco.outer.flat import frozen_digest, layout_of
+from diloco.outer.flat import layout_of
+from diloco.outer.frozen import frozen_digest
 from diloco.outer.ranks.fragment import SharedFragment
 from diloco.outer.ranks.group import Group
 from diloco.outer.rounds import Work
@@ -185,7 +186,7 @@ class Led:
 
         def act() -> None:
             refuse_unequal(seen)
-            self._rounds.frozen = lambda model: frozen
+            self._rounds.frozen = frozen
             self._rounds.join(loop)
 
         self._lead(act)

@@ -37,8 +37,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from diloco.process import exitcodes
-from diloco.process.processes import describe_exit
 from executors.platforms.base import State
 
 ENOUGH = 10  # a session whose work counted in this many outer steps was worth its start
@@ -244,38 +242,11 @@ def _silence_limit_s(s: Observation, limits: Limits) -> float:
 def _about_ended(s: Observation, now: float, limits: Limits) -> Action:
     if s.state is None:
         return Launch(s.slot, "no process runs it")
-    if (hopeless := _give_up_reason(s, limits)) is not None:
+    from executors.supervision.slots.ended import end_in_words, give_up_reason
+
+    if (hopeless := give_up_reason(s, limits, enough=ENOUGH)) is not None:
         return GiveUp(s.slot, hopeless)
     left = s.ended_at + max(limits.pause(s.losses), limits.reward_pause(s.reward_failures)) - now
     if left > 0:
-        return Wait(s.slot, f"{_end_in_words(s)}; trying again in {left:.0f} s")
-    return Replace(s.slot, _end_in_words(s))
-
-
-def _end_in_words(s: Observation) -> str:
-    """Describe the end of the slot's process."""
-    if s.replacing_s is not None:
-        return "ended because it was silent"
-    if s.exit_code == exitcodes.FENCED:
-        return "fenced by a generation that is silent now"
-    if s.exit_code == exitcodes.DONE:
-        return "it ended with exit code 0, and more outer steps are wanted"
-    if s.state is State.CANCELLED:
-        return "cancelled, and not by this run"
-    return s.reason if s.exit_code is None and s.reason else describe_exit(s.exit_code)
-
-
-def _give_up_reason(s: Observation, limits: Limits) -> str | None:
-    """Return the reason why another start would change nothing, or None."""
-    if s.exit_code == exitcodes.USER_ERROR:
-        return "its configuration, files or model are wrong"
-    if s.reward_failures >= limits.reward_failures:
-        rows = f"{s.reward_failures} sessions in a row, each before {ENOUGH} outer steps counted its work"
-        return f"its reward failed in {rows} ({_end_in_words(s)})"
-    if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
-        return "nothing moved for too long"
-    if s.failures >= limits.failures:
-        return f"failed {s.failures} times in a row ({_end_in_words(s)})"
-    if s.losses >= limits.losses:
-        return f"ended {s.losses} times in a row before its work counted ({_end_in_words(s)})"
-    return None
+        return Wait(s.slot, f"{end_in_words(s)}; trying again in {left:.0f} s")
+    return Replace(s.slot, end_in_words(s))
