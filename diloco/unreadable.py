@@ -118,5 +118,7 @@ def no_run_words(url: str, store: Readable) -> tuple[str, bool]:
             f"{url}/{layout.RUN} is lost, though {stands} is there: without it the run cannot be read. Restore it from "
             "a backup, or from the bucket's versions"
         ), True
-    there = f"there is no run at {url} (no run.json). Check the path, or start one: "
-    return f"{there}diloco train CONFIG --run {shlex.quote(url)}", False
+    return (
+        f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG "
+        f"--run {shlex.quote(url)}"
+    ), False
