@@ -453,9 +453,9 @@ class Rendezvous:
                 )  # fmt: skip
         except GaveUp as error:
             self.emit("no_leave_record", trouble=str(error))
-        if self.is_done:
-            self._committer.refuse_lost_anchors()
         self.members.write_leave_beat()
+        if self.is_done:  # the last request: a run is done only if its records still stand
+            self._committer.refuse_lost_anchors()
 
 
 def _report_trouble(text: str, emit: Emit, status: BeatStatus) -> None:
