@@ -1,7 +1,24 @@
-"""Check of a bucket's URL, which the stores that parse URLs call first.
+"""Checks of a run's URL: of a bucket's, which the stores that parse URLs call first, and of what looks like a path.
 
 Not promised: that the bucket exists.
 """
+
+import re
+from pathlib import Path
+
+ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?!/)", re.IGNORECASE)
+
+
+def refuse_one_slash(path: str) -> None:
+    """Raise ValueError for a path that is a URL with too few slashes, unless a folder has that very name."""
+    typed = ONE_SLASH.match(path)
+    if typed is None or Path(path).exists():
+        return
+    scheme, rest = typed[1].lower(), path[typed.end() :].rpartition("@")[2].partition("?")[0]  # without secrets
+    meant = f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}"
+    raise ValueError(
+        f"{typed[0]}{rest} would be a folder of this machine: did you mean {meant}? A folder is ./{typed[0]}…"
+    )
 
 
 def plain_url(url: str) -> str:
