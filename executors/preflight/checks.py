@@ -43,7 +43,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     """
     _check_trackers(config, name)
     try:
-        copies = _check_files(config)
+        doubts = _check_files(config)
         unchecked = _check_places(config, name, url, places)
         known = _known_model(config.inner)
         _check_template(config, known)
@@ -51,23 +51,24 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
         notes += _dry_run(config, known)
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
-    told = tuple(n for n in (known.note, copies, *notes, *unchecked) if n)
+    told = tuple(n for n in (known.note, *doubts, *notes, *unchecked) if n)
     published_here = not places or places[0].executor not in FAR
     unreached = config.inner.model if published_here and known.note.startswith(NOT_CHECKED) else ""
     return Checked(known.folder, told, unreached)
 
 
-def _check_files(config: RunConfig) -> str:
-    """Check the user's files without running them; return a warning or "".   Raises InnerError."""
+def _check_files(config: RunConfig) -> list[str]:
+    """Check the user's files without running them; return warnings.   Raises InnerError."""
+    told = ""
     if config.inner.named_files or config.inner.loop == "supervised":
         from inner.usercode.check import check_data
 
-        check_data(config.inner, config.user_files())
+        told = check_data(config.inner, config.user_files())
     if config.eval is not None:
         from diloco.run.data_files import check_held_out
 
-        return check_held_out(config.eval, config.inner, config.user_files())
-    return ""
+        told += f"\n{check_held_out(config.eval, config.inner, config.user_files())}"
+    return told.splitlines()
 
 
 def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:

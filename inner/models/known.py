@@ -40,6 +40,8 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
     if Path(model).is_dir():
         return KnownModel(Path(model), _check_folder(Path(model), f"model = {model!r}", model))
+    if Path(model).is_file():
+        raise InnerError(f"model = {model!r} is a file. Name the folder that has it: {str(Path(model).parent)!r}.")
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
         raise InnerError(
             f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is not a name on the "
@@ -98,6 +100,7 @@ def _check_folder(folder: Path, what: str, model: str, whole: bool = True) -> st
 
     whole: require weights and tokenizer, too (a cache may not have downloaded them yet)."""
     if not (folder / "config.json").is_file():
+        refuse_adapter(folder, what)
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
     config = read_json(folder / "config.json", what)
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
@@ -106,12 +109,29 @@ def _check_folder(folder: Path, what: str, model: str, whole: bool = True) -> st
         _check_index(index, {p.name for p in weights}, what)
     if whole and not weights:
         raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
-    if whole and not any((folder / name).is_file() for name in TOKENIZERS):
+    if whole:
+        require_tokenizer(folder, what)
+    refuse_towers(config, model)
+    return check_head(config, names, model)
+
+
+def require_tokenizer(folder: Path, what: str) -> None:
+    """Raise InnerError for a folder without a tokenizer."""
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         raise InnerError(
             f"{what} has no tokenizer ({TOKENIZERS[0]}, …). Next: tokenizer.save_pretrained({str(folder)!r})"
         )
-    refuse_towers(config, model)
-    return check_head(config, names, model)
+
+
+def refuse_adapter(folder: Path, what: str) -> None:
+    """Raise InnerError for a folder with only an adapter of PEFT."""
+    if (path := folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = read_json(path, what).get("base_model_name_or_path") or "another model"
+        raise InnerError(
+            f"{what} has only an adapter, of {base}. Merge it into that model first: "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged'), "
+            "copy the tokenizer there, and set inner.model to that folder."
+        )
 
 
 def read_json(path: Path, what: str) -> Any:
