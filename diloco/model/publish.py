@@ -51,9 +51,9 @@ def publish(url: str) -> int:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     except (RendezvousError, OSError) as error:
-        if full := isinstance(error, OSError) and is_full(error):
-            error = f"{full_disk_words(error, 'it')}; free some, then `diloco resume RUN`"
-        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
+        full = full_disk_words(error, "it") if isinstance(error, OSError) and is_full(error) else ""
+        words = f"{full}; free some, then `diloco resume RUN`" if full else error
+        print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if full else exitcodes.USER_ERROR
     return exitcodes.DONE
 

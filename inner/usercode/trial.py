@@ -153,7 +153,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     tokens = (min(lengths), max(lengths))
     cut = cut_answers(trials, prompts, tokenizer, config.completion_length)
     answered = answered_words(setting_of("prompts", config.data.source), [row["prompt"] for row in prompts])
-    return Trial(len(prompts), tokens, template, seconds, tuple(trials), cause, cut, answered)
+    return Trial(len(prompts), tokens, template, seconds, trials=tuple(trials), cause=cause, cut=cut, answered=answered)
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:

@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written(capsys, config):
     assert len(err.splitlines()) == 1
     said = complaint(capsys, "status", config)  # before: the advice to remove the config
     assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in said and "Remove" not in said
-    assert f"{config} is a file where a folder belongs. A run is a folder, or a URL" in complaint(
+    assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in complaint(
         capsys, "status", config
     )
 
