@@ -14,6 +14,7 @@ import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
+from inner.data.faults import folder_words
 from inner.settings.task import is_code, setting_of
 from rendezvous import layout
 from rendezvous.store import Readable
@@ -66,6 +67,8 @@ def file_hint(path: Path) -> str:
 
 def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
     """Return the message for a setting that names no file.   name: its value.   folder: of the config file."""
+    if not is_code(kind) and path.is_dir():
+        return f"{setting_of(kind)}: {folder_words(path)}"
     if not is_code(kind):
         return f"{setting_of(kind)}: there is no file {path}.{file_hint(path)} Give a path relative to the config file"
     if path.suffix == ".py":  # the name after the colon was given

@@ -51,12 +51,10 @@ def publish(url: str) -> int:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     except (RendezvousError, OSError) as error:
-        if isinstance(error, OSError) and is_full(error):
-            words = f"{full_disk_words(error, 'it')}; free some, then `diloco resume RUN`"
-            print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
-            return exitcodes.GAVE_UP
-        print(f"cannot publish the model: {error}", file=sys.stderr, flush=True)
-        return exitcodes.USER_ERROR
+        full = full_disk_words(error, "it") if isinstance(error, OSError) and is_full(error) else ""
+        words = f"{full}; free some, then `diloco resume RUN`" if full else error
+        print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
+        return exitcodes.GAVE_UP if full else exitcodes.USER_ERROR
     return exitcodes.DONE
 
 
@@ -137,6 +135,10 @@ def _describe_model(
     from diloco.model.start_model import theta_digest
     from diloco.outer.flat import layout_of
 
+    if faulty := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+        from inner.models.drawn import refuse_not_finite
+
+        refuse_not_finite(run.config.inner.model, faulty)
     theta = theta_digest(model, required_digest_kind(run.store))
     base = ""
     if run.config.inner.lora is not None:

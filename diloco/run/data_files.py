@@ -32,6 +32,7 @@ from typing import Any
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.sections import EvalConfig, EvalError
 from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
+from inner.data.faults import answered_words
 from inner.data.hub_data import PREFIX, HubDataset, pin_dataset, read_dataset
 from inner.data.prompts import Numbered, check_rows, load_prompts, read_rows
 from inner.errors import InnerError
@@ -212,7 +213,7 @@ def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> str:
-    """Return a warning about copies among the held-out prompts, or "".
+    """Return warnings about copies among the held-out prompts and about answered ones, or "".
 
     Raises InnerError for prompts that cannot be read, lack a column, or are training prompts."""
     held_out = load_prompts(config.source, files, inner.data, kind=EVAL)
@@ -226,7 +227,9 @@ def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> str:
             )
         refuse_overlap(training, held_out)
     acts = inner.sampling.environment or inner.sampling.boxes or inner.model == "toolworld"
-    return _copies_in_words([_as_text(row["prompt"]) + str(acts and sorted(row.items())) for row in held_out])
+    copies = _copies_in_words([_as_text(row["prompt"]) + str(acts and sorted(row.items())) for row in held_out])
+    answered = answered_words(setting_of(EVAL, config.source), [row["prompt"] for row in held_out])
+    return "\n".join(filter(None, [copies, answered]))
 
 
 def _copies_in_words(texts: Sequence[str]) -> str:

@@ -20,11 +20,12 @@ from pathlib import Path
 from diloco.model.fetch import fetch_stored, save_below
 from diloco.process import exitcodes
 from diloco.process.session import Session
-from diloco.run.config import ConfigError
+from diloco.run.config import ConfigError, OuterError
 from diloco.run.founding import is_finished
 from diloco.run.library import LAUNCHED
 from diloco.run.record import Run
 from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
+from inner.errors import InnerError
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
 from rendezvous.agreement.membership import read_control
@@ -58,6 +59,8 @@ def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], 
     except Exception as error:
         if has_joined(session) or _has_begun(session):
             raise
+        if isinstance(error, InnerError | OuterError):  # DiLoCoCallback's refusals: the text says all
+            raise ConfigError(f"{script}: {error}") from error
         traceback.print_exc()
         raise ConfigError(f"{script} raised {type(error).__name__}: {error}") from error
     return code_of_end(session, script)

@@ -64,8 +64,20 @@ def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
     parser.add_argument(*names, action="store_true", help=help, **more)
 
 
+class Once(argparse.Action):
+    """The action of an option with one value: refuses a second value."""
+
+    given = False
+
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        if self.given:
+            raise argparse.ArgumentError(self, f"given twice, the second time with {values!r}; leave one out")
+        self.given = True
+        setattr(namespace, self.dest, values)
+
+
 def value(parser: Any, name: str, metavar: str, help: str, **more: Any) -> argparse.Action:
-    return parser.add_argument(name, metavar=metavar, help=help, **more)
+    return parser.add_argument(name, action=Once, metavar=metavar, help=help, **more)
 
 
 def again(parser: Any, *names: str, **more: Any) -> argparse.Action:

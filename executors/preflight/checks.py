@@ -41,33 +41,40 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
 
     Raise UsageError for the first mistake.
     """
-    _check_trackers(config, name)
+    if config.log.to:
+        from executors.preflight.needs.tracker_faults import check_trackers
+
+        check_trackers(config.log.to, name)
     try:
-        copies = _check_files(config)
+        doubts = _check_files(config)
         unchecked = _check_places(config, name, url, places)
         known = _known_model(config.inner)
-        _check_template(config, known)
+        if known.folder is not None and config.inner.loop != "supervised" and config.inner.data.source is not None:
+            from inner.data.template_fault import refuse_missing_template
+
+            refuse_missing_template(config.inner, config.user_files(), known.folder)
         notes = _rehearse(config, places) if config.inner.own_code else []
         notes += _dry_run(config, known)
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
-    told = tuple(n for n in (known.note, copies, *notes, *unchecked) if n)
+    told = tuple(n for n in (known.note, *doubts, *notes, *unchecked) if n)
     published_here = not places or places[0].executor not in FAR
     unreached = config.inner.model if published_here and known.note.startswith(NOT_CHECKED) else ""
     return Checked(known.folder, told, unreached)
 
 
-def _check_files(config: RunConfig) -> str:
-    """Check the user's files without running them; return a warning or "".   Raises InnerError."""
+def _check_files(config: RunConfig) -> list[str]:
+    """Check the user's files without running them; return warnings.   Raises InnerError."""
+    told = ""
     if config.inner.named_files or config.inner.loop == "supervised":
         from inner.usercode.check import check_data
 
-        check_data(config.inner, config.user_files())
+        told = check_data(config.inner, config.user_files())
     if config.eval is not None:
         from diloco.run.data_files import check_held_out
 
-        return check_held_out(config.eval, config.inner, config.user_files())
-    return ""
+        told += f"\n{check_held_out(config.eval, config.inner, config.user_files())}"
+    return told.splitlines()
 
 
 def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
@@ -97,22 +104,6 @@ def _known_model(inner: InnerConfig) -> KnownModel:
     from inner.models.known import known_model
 
     return known_model(inner)
-
-
-def _check_trackers(config: RunConfig, name: str) -> None:
-    """Check that this machine can write to the trackers, unless a platform runs the supervisor, which writes there."""
-    if not config.log.to:
-        return
-    from diloco.views.trackers.make import check_tracker
-    from diloco.views.trackers.tracker import TrackerError
-
-    for tracker in config.log.to:
-        try:
-            check_tracker(tracker)
-        except TrackerError as error:
-            raise UsageError(
-                f"{name}: log.to has {tracker}: {error}. Or leave it out, and run `diloco track` on another machine"
-            ) from None
 
 
 def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
@@ -153,27 +144,6 @@ def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
     if found.refused:
         raise InnerError(found.refused)
     return found.note.splitlines()
-
-
-def _check_template(config: RunConfig, known: KnownModel) -> None:
-    """Raise InnerError if prompts are chats and the tokenizer has no chat template."""
-    inner = config.inner
-    if known.folder is None or inner.loop == "supervised" or inner.data.source is None:
-        return
-    from inner.data.prompts import load_prompts
-    from inner.models.known import chat_template
-    from inner.settings.task import setting_of
-
-    (row,) = load_prompts(inner.data.source, config.user_files(), inner.data, limit=1)
-    if isinstance(row["prompt"], list) and chat_template(known.folder) is False:
-        made_by = "are chats" if inner.data.system is None else "become chats by inner.data.system"
-        mend = "Set inner.data.task_chat = false" if inner.data.task else "Write each prompt as one text"
-        mend = mend if inner.data.system is None else "Leave inner.data.system out"
-        setting = setting_of("prompts", inner.data.source)
-        raise InnerError(
-            f"{setting} = {inner.data.source!r} {made_by}, and the tokenizer of {inner.model} has no "
-            f"chat template. {mend}, or use the -Instruct model."
-        )
 
 
 def _with_inner(text: str) -> str:

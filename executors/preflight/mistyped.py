@@ -15,7 +15,9 @@ _CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (
 
 def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
     """Return a message about the first word of `unknown`; if the word looks like an option, name the nearest option."""
-    first = unknown[0].partition("=")[0]
+    first, options = unknown[0].partition("=")[0], list(options)
+    if first in options:
+        return f"{first} stands before the verb; the verb comes first, then its options"
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"
     return f"there is no option {first}{nearest_hint(first, options)}"
@@ -32,7 +34,8 @@ def in_words(message: str, prog: str) -> str:
     if (choice := _CHOICE.fullmatch(message)) is not None:
         name, word, listed = choice.groups()
         known = re.findall(r"[\w.-]+", listed)
-        return f"there is no {name} {word!r}{nearest_hint(word, known) or '; there are ' + ', '.join(known)}"
+        first = "; the verb comes first, then its options" if name == "VERB" else ""
+        return f"there is no {name} {word!r}" + (nearest_hint(word, known) or f"{first}; there are {', '.join(known)}")
     if message.startswith("the following arguments are required"):
         missing = message.partition(": ")[2]
         return f"{missing} must be given; `{prog} --help` says what it is"

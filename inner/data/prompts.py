@@ -10,12 +10,14 @@ Not promised: types for a .csv; its columns are texts.
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from inner.data.faults import disguise, folder_words, half_character, prompt_fault
 from inner.data.rendering import text_of
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings, setting_of
@@ -36,10 +38,14 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
         raise InnerError(
             f'{setting_of(kind)} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.'
         )
+    if Path(path).is_dir():
+        raise InnerError(f"{setting_of(kind)} = {spelling!r}: {folder_words(Path(path))}.")
     if not Path(path).is_file():
         raise InnerError(
             f"{setting_of(kind)} = {spelling!r}: there is no file {path}. Check the path in {setting_of(kind)}."
         )
+    if kind == "pairs" and (fault := disguise(Path(path))):
+        raise InnerError(f"{setting_of(kind)} = {spelling!r} {fault}.")
     return Path(path)
 
 
@@ -71,6 +77,8 @@ def check_rows(name: str, rows: Iterable[Numbered], data: DataSettings, first: R
 
 def read_rows(name: str, path: Path) -> Iterator[Numbered]:
     """Yield a file's rows.   name: the setting, for messages.   Raises InnerError for an unknown kind of file."""
+    if fault := disguise(path):
+        raise InnerError(f"{name} {fault}.")
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise InnerError(
@@ -88,12 +96,20 @@ def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
     with path.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                try:
-                    yield f"line {number}", json.loads(line)
-                except ValueError as error:
-                    raise InnerError(
-                        f"{name}, line {number} is not JSON: {error}. Write one JSON object per line."
-                    ) from error
+                yield f"line {number}", _json_of_line(name, number, line)
+
+
+def _json_of_line(name: str, number: int, line: str) -> Any:
+    whole = (
+        f"Write one JSON object per line{', or name a file that is one list .json' if line.strip()[0] == '[' else ''}."
+    )
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise InnerError(f"{name}, line {number} is not JSON: {error}. {whole}") from error
+    if isinstance(found, list):
+        raise InnerError(f"{name}, line {number} is a list. {whole}")
+    return found
 
 
 def _read_json(name: str, path: Path) -> Iterator[Numbered]:
@@ -109,7 +125,13 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
-        for where, row in _numbered(csv.DictReader(lines, restkey=BEYOND)):
+        reader = csv.DictReader(lines, restkey=BEYOND)
+        if twice := [column for column, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+            raise InnerError(
+                f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
+                "column a name of its own."
+            )
+        for where, row in _numbered(reader):
             filled = [field for field in row.values() if field is not None]
             if len(filled) == 1 and not str(filled[0]).strip():
                 continue  # a line of spaces; csv skips empty ones itself
@@ -163,6 +185,8 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
 
 def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        if fault := prompt_fault(row):
+            raise InnerError(f"{name}: the prompt of {where} {fault}.")
         raise InnerError(
             f"{name}, {where} has no `prompt`: {json.dumps(row, ensure_ascii=False, default=str)[:80]}. "
             'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the columns of your '
@@ -175,6 +199,11 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
     for number, message in enumerate(row["prompt"] if isinstance(row["prompt"], list) else (), 1):
         if fault := _message_fault(message):
             raise InnerError(f"{name}, {where}: message {number} of the prompt {fault}.")
+    if half := half_character(row["prompt"]):
+        raise InnerError(
+            f"{name}, {where}: the prompt has {half}, half of a character (a lone surrogate), which no tokenizer "
+            "reads. Take it out, or write the whole character."
+        )
     return row
 
 

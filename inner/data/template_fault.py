@@ -5,10 +5,13 @@ Not promised: every fault; we try the template only on the given rows.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from inner.data.prompts import load_prompts
 from inner.data.rendering import Message, text_of
-from inner.errors import InnerError
+from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.settings.task import setting_of
 
 
 def require_template(tokenizer: Any, prompt: str | Sequence[Message]) -> None:
@@ -17,6 +20,22 @@ def require_template(tokenizer: Any, prompt: str | Sequence[Message]) -> None:
         raise InnerError(
             "the prompts are messages, and the model's tokenizer has no chat template. Take an -Instruct model, or "
             "write each prompt as text"
+        )
+
+
+def refuse_missing_template(config: InnerConfig, files: Files, folder: Path) -> None:
+    """Raise InnerError if the prompts are chats and the tokenizer in the model's folder has no chat template."""
+    from inner.models.known import chat_template
+
+    (row,) = load_prompts(config.data.source or "", files, config.data, limit=1)
+    if isinstance(row["prompt"], list) and chat_template(folder) is False:
+        made_by = "are chats" if config.data.system is None else "become chats by inner.data.system"
+        mend = "Set inner.data.task_chat = false" if config.data.task else "Write each prompt as one text"
+        mend = mend if config.data.system is None else "Leave inner.data.system out"
+        setting = setting_of("prompts", config.data.source)
+        raise InnerError(
+            f"{setting} = {config.data.source!r} {made_by}, and the tokenizer of {config.model} has no "
+            f"chat template. {mend}, or use the -Instruct model."
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.models.gguf import GgufHeader, check_gguf_file
+from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
@@ -38,18 +39,17 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
     if is_gguf_file(model):
         return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
     if Path(model).is_dir():
-        _check_folder(Path(model), f"model = {model!r}")
-        refuse_towers(read_json(Path(model) / "config.json", f"model = {model!r}"), model)
-        return KnownModel(Path(model))
+        return KnownModel(Path(model), _check_folder(Path(model), f"model = {model!r}", model))
+    if Path(model).is_file():
+        raise InnerError(f"model = {model!r} is a file. Name the folder that has it: {str(Path(model).parent)!r}.")
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
         raise InnerError(
             f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is not a name on the "
             "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
         )
     if (folder := cached_snapshot(model, config.revision)) is not None:
-        _check_folder(folder, f"model = {model!r}, as cached in {folder}", whole=False)
-        refuse_towers(read_json(folder / "config.json", f"model = {model!r}"), model)
-        return KnownModel(folder)
+        where = f"model = {model!r}, as cached in {folder}"
+        return KnownModel(folder, _check_folder(folder, where, model, whole=False))
     return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
 
 
@@ -60,7 +60,7 @@ def folder_or_refusal(config: InnerConfig) -> Path | None:
     known = known_model(config)
     if known.folder is not None and any((known.folder / name).is_file() for name in TOKENIZERS):
         return known.folder
-    unreachable = known.note or _ask_in_time(config.model, config.revision, ask_hub)
+    unreachable = ("" if known.folder else known.note) or _ask_in_time(config.model, config.revision, ask_hub)
     if config.model in BUILT_IN_MODELS or is_gguf_file(config.model) or not unreachable:
         return None
     why = unreachable.removeprefix(NOT_CHECKED).partition(", so whether")[0]
@@ -95,22 +95,42 @@ def cache_folder(environ: Any = os.environ) -> Path:
 # -------------------------------------------------------------------- a folder
 
 
-def _check_folder(folder: Path, what: str, whole: bool = True) -> None:
-    """Raise InnerError for a folder without a model.   whole: require weights and tokenizer, too (a cache may not have
-    downloaded them yet)."""
+def _check_folder(folder: Path, what: str, model: str, whole: bool = True) -> str:
+    """Return a warning about its head, or "".   Raises InnerError for a folder without a language model.
+
+    whole: require weights and tokenizer, too (a cache may not have downloaded them yet)."""
     if not (folder / "config.json").is_file():
+        refuse_adapter(folder, what)
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
-    read_json(folder / "config.json", what)
+    config = read_json(folder / "config.json", what)
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-    for path in weights:
-        _check_weights(path, what)
+    names = [name for path in weights for name in _check_weights(path, what)]
     if index := next(folder.glob("*.safetensors.index.json"), None):
         _check_index(index, {p.name for p in weights}, what)
     if whole and not weights:
         raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
-    if whole and not any((folder / name).is_file() for name in TOKENIZERS):
+    if whole:
+        require_tokenizer(folder, what)
+    refuse_towers(config, model)
+    return check_head(config, names, model)
+
+
+def require_tokenizer(folder: Path, what: str) -> None:
+    """Raise InnerError for a folder without a tokenizer."""
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         raise InnerError(
             f"{what} has no tokenizer ({TOKENIZERS[0]}, …). Next: tokenizer.save_pretrained({str(folder)!r})"
+        )
+
+
+def refuse_adapter(folder: Path, what: str) -> None:
+    """Raise InnerError for a folder with only an adapter of PEFT."""
+    if (path := folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        base = read_json(path, what).get("base_model_name_or_path") or "another model"
+        raise InnerError(
+            f"{what} has only an adapter, of {base}. Merge it into that model first: "
+            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged'), "
+            "copy the tokenizer there, and set inner.model to that folder."
         )
 
 
@@ -133,8 +153,8 @@ def refuse_towers(config: Any, model: str) -> None:
         )
 
 
-def _check_weights(path: Path, what: str) -> None:
-    """Raise InnerError for a Git LFS pointer or a truncated file of weights.
+def _check_weights(path: Path, what: str) -> list[str]:
+    """Return the weights' names; none for a .bin.   Raises InnerError for a Git LFS pointer or a truncated file.
 
     A .safetensors file has 8 bytes of length, a JSON header, and as many bytes of data as the header says."""
     with path.open("rb") as file:
@@ -142,7 +162,7 @@ def _check_weights(path: Path, what: str) -> None:
         if start == LFS:
             raise InnerError(f"{what}: {path.name} is a Git LFS pointer, not the weights. Next: `git lfs pull` there.")
         if path.suffix != ".safetensors":
-            return
+            return []
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         size = path.stat().st_size
@@ -157,6 +177,7 @@ def _check_weights(path: Path, what: str) -> None:
         raise InnerError(
             f"{what}: {path.name} is cut off: {size:,} bytes of {8 + length + end:,}. Save or download it again."
         )
+    return [name for name in header if name != "__metadata__"]
 
 
 def _check_index(index: Path, there: Iterable[str], what: str) -> None:
@@ -225,6 +246,7 @@ def ask_hub(model: str, revision: str | None) -> None:
         ) from None
     if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
         raise InnerError(_GATED.format(model))
+    check_head(getattr(info, "config", None), (), model)
     if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # config.json decides
         path = hf_hub_download(model, "config.json", revision=revision, endpoint=endpoint)
         refuse_towers(read_json(Path(path), f"model = {model!r}"), model)

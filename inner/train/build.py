@@ -104,7 +104,7 @@ def load_start(
             f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
         ) from error
     model, found = loaded
-    if source and found["missing_keys"]:
+    if source:
         _refuse_drawn(source, model, found)
     if lora is not None:
         model = _load_adapter(model, model_dir, lora)
@@ -140,8 +140,7 @@ def _load_model(
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
             model, found = _read(source, config.dtype, base, local_files_only=local, output_loading_info=True, **where)
-            if found["missing_keys"]:
-                _refuse_drawn(source, model, found)
+            _refuse_drawn(source, model, found)
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(
@@ -152,9 +151,10 @@ def _load_model(
 
 
 def _refuse_drawn(source: str, model: Any, found: Any) -> None:
-    from inner.models.drawn import refuse_drawn
+    if found["missing_keys"] or found["unexpected_keys"]:
+        from inner.models.drawn import refuse_drawn
 
-    refuse_drawn(source, model, found["missing_keys"], found["unexpected_keys"])
+        refuse_drawn(source, model, found["missing_keys"], found["unexpected_keys"])
 
 
 def with_padding(tokenizer: Any, model: Any) -> Any:

@@ -19,11 +19,12 @@ from typing import Any
 from inner.channels.head_file import read_head_width
 from inner.channels.lessons import Rollout
 from inner.channels.spans import Turn
+from inner.data.faults import answered_words
 from inner.data.prompts import load_prompts, local_file
 from inner.replay.pairs import training_pairs
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
-from inner.settings.task import is_code
+from inner.settings.task import is_code, setting_of
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
 from inner.usercode.userfiles import check_syntax, load_environment, load_object, load_reward, user_lines
 
@@ -121,19 +122,20 @@ def _empty_rollout(row: dict[str, Any]) -> Rollout:
     return Rollout(row, prompt=[], ids=[], written=(), turns=[Turn(0, 0)], reward=0.0, completion=nothing)
 
 
-def check_data(config: InnerConfig, files: Files) -> None:
-    """Raise InnerError for the first line of the user's files that cannot be read. This does not run their code."""
+def check_data(config: InnerConfig, files: Files) -> str:
+    """Return a warning about prompts, or "".   Raise InnerError for the first line of the user's files that cannot be
+    read. This does not run their code."""
     for kind, spelling in config.named_files.items():
         if is_code(kind):
             check_syntax(kind, spelling, files)
     if config.loop == "supervised":
         _check_text(config, files)
-    if config.data.source is not None:
-        load_prompts(config.data.source, files, config.data)
+    rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     if config.process is not None and config.process.head is not None:
         read_head_width(local_file("process_head", config.process.head, files))
+    return answered_words(setting_of("prompts", config.data.source), [row["prompt"] for row in rows])
 
 
 def _empty_call(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from inner.data.faults import HALF, answered_words
 from inner.data.rendering import prompt_ids, render_text, text_of
 from inner.data.template_fault import require_template, template_fault
-from inner.models.known import folder_or_refusal
+from inner.models.known import folder_or_refusal, refuse_adapter, require_tokenizer
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import setting_of
@@ -57,7 +58,7 @@ class Trial:
 
     template: whether the chat template wrote the prompts; else they are plain text.
     cause: if the reward is the same for everything, the likely cause, as text.
-    cut: text about answers that are longer than a completion may be.
+    cut: text about answers that are longer than a completion may be.   answered: about prompts that end with an answer.
     """
 
     prompts: int
@@ -67,6 +68,7 @@ class Trial:
     trials: tuple[PromptTrial, ...]
     cause: str = ""
     cut: str = ""
+    answered: str = ""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -96,7 +98,12 @@ def try_reward(
             "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
         )
     code = config.own_code or config.scoring_task
-    found = Path(config.model) if Path(config.model).exists() else folder_or_refusal(config)
+    path = Path(config.model)
+    if path.is_dir():
+        refuse_adapter(path, f"inner.model = {config.model!r}")
+        require_tokenizer(path, f"inner.model = {config.model!r}")
+    is_here = path.is_dir() or (is_gguf_file(config.model) and path.exists())
+    found = path if is_here else folder_or_refusal(config)
     model = config.model if found is None else str(found.absolute())
     asked = {"rows": rows, "given": list(given)}
     child = ask_child("inner.usercode.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
@@ -145,7 +152,8 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
     cause = likeliest_cause(rewards, prompts[:rows]) if len(values) == 1 else ""
     tokens = (min(lengths), max(lengths))
     cut = cut_answers(trials, prompts, tokenizer, config.completion_length)
-    return Trial(len(prompts), tokens, template, seconds, trials=tuple(trials), cause=cause, cut=cut)
+    answered = answered_words(setting_of("prompts", config.data.source), [row["prompt"] for row in prompts])
+    return Trial(len(prompts), tokens, template, seconds, trials=tuple(trials), cause=cause, cut=cut, answered=answered)
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
@@ -153,7 +161,7 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
-    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    lengths = [len(_ids_of(tokenizer, text)) for text in texts]
     if not (longer := [length for length in lengths if length > room]):
         return ""
     return (
@@ -198,13 +206,17 @@ def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Ma
     return len(prompt_ids(tokenizer, prompt, **(options or {})))
 
 
+def _ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(HALF.sub("\ufffd", text), add_special_tokens=False)["input_ids"]  # of half characters it dies
+
+
 def _try_row(
     rewards: Sequence[tuple[Any, float]], tokenizer: Any, row: dict[str, Any], given: Sequence[str]
 ) -> PromptTrial:
     tried = candidates(row)
     tried[-1:-1] = [("given", text) for text in given]
     texts = [text for _, text in tried]
-    asked = call_of(row, texts, [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
+    asked = call_of(row, texts, [_ids_of(tokenizer, text) for text in texts])
     weights = [weight for _, weight in rewards]
     values = [weighted_sum(of_one, weights) for of_one in zip(*(reward(**asked) for reward, _ in rewards), strict=True)]
     prompt = row["prompt"]

@@ -230,8 +230,9 @@ class FileStore:
         except OSError as error:
             where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
             if error.errno in _LINK:
-                why = "a part of it is a link, a file where a folder belongs, or a folder where a file belongs"
-                raise StoreRefused(f"cannot {verb} {self.url}/{key}: {why}. Remove it, or use another one") from error
+                from rendezvous.stores.urls import link_words
+
+                raise StoreRefused(f"cannot {verb} {self.url}/{key}: {link_words(self.root)}") from error
             if error.errno in _READ_ONLY:
                 raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
             if error.errno in _FULL:

@@ -21,8 +21,11 @@ def open_store(url: str, *, make: bool = True) -> Store:
     """
     scheme, colon, rest = url.partition("://")
     if not colon:
-        scheme = "file"
-        rest = url
+        scheme, rest = "file", url
+        if ":" in url:
+            from rendezvous.stores.urls import refuse_one_slash
+
+            refuse_one_slash(url)
     if scheme == "file":
         from rendezvous.stores.files import FileStore
 

@@ -1,7 +1,32 @@
-"""Check of a bucket's URL, which the stores that parse URLs call first.
+"""Checks of a run's URL: of a bucket's, which the stores that parse URLs call first, and of what looks like a path.
 
 Not promised: that the bucket exists.
 """
+
+import re
+from pathlib import Path
+
+ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?!/)", re.IGNORECASE)
+
+
+def refuse_one_slash(path: str) -> None:
+    """Raise ValueError for a path that is a URL with too few slashes, unless a folder has that very name."""
+    typed = ONE_SLASH.match(path)
+    if typed is None or Path(path).exists():
+        return
+    scheme, rest = typed[1].lower(), path[typed.end() :].rpartition("@")[2].partition("?")[0]  # without secrets
+    meant = f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}"
+    raise ValueError(
+        f"{typed[0]}{rest} would be a folder of this machine: did you mean {meant}? A folder is ./{typed[0]}…"
+    )
+
+
+def link_words(root: Path) -> str:
+    """Return why the folder of a run, or a part of it, cannot be opened, and the next thing to do."""
+    if file := next((path for path in (root, *root.parents) if path.is_file()), None):
+        return f"{file} is a file where a folder belongs. A run is a folder or a URL (s3://…): use another one"
+    why = "a part of it is a link, a file where a folder belongs, or a folder where a file belongs"
+    return f"{why}. Remove it, or use another one"
 
 
 def plain_url(url: str) -> str:

@@ -6,13 +6,24 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from shutil import ignore_patterns
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, GPTNeoXConfig, PhiConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPTNeoXConfig,
+    PhiConfig,
+    Qwen2Config,
+)
 
 from diloco.model.export import export, state_at
 from diloco.model.publish import publish, publish_model
@@ -27,7 +38,9 @@ from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.drawn import refuse_drawn
 from inner.models.hub_model import link_hub_files, needed_files, pin_hub_model
+from inner.models.known import known_model
 from inner.models.naming import HubError, HubModel
+from inner.settings.task import LoraSettings
 from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -460,3 +473,54 @@ def test_a_base_model_is_accepted_whatever_its_head_is_called(tmp_path: Path, ki
     assert {name.rpartition(".")[2] for name in drawn} == head and len(head) == 1 + (kind is PhiConfig)
     with pytest.raises(InnerError, match=r"Set inner\.model to a complete checkpoint"):
         refuse_drawn("org/base", model, [*drawn, next(iter(model.state_dict()))], [])
+
+
+HEADS = [AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoModelForQuestionAnswering]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_whose_head_writes_no_text_is_refused_by_plan_and_by_the_publisher(
+    tmp_path: Path, head: Any, tied: bool
+) -> None:
+    """Before: a classifier was trained with a language head drawn at random, and exported, without a word."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
+    shape = AutoConfig.from_pretrained(folder, tie_word_embeddings=tied)
+    head.from_config(shape).save_pretrained(folder)
+    start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
+    named = json.loads((folder / "config.json").read_text())
+    for classes in [named["architectures"], ["Qwen2ForRewardModel"], [], ["LlamaModel"]][: 2 if tied else None]:
+        (folder / "config.json").write_text(json.dumps({**named, "architectures": classes}))
+        for refuse in (known_model, lambda config: made(config, tmp_path / "out")):
+            with pytest.raises(InnerError, match=r"has a head that writes no text .*Set inner\.model"):
+                refuse(start)
+
+
+def test_a_head_that_is_in_no_file_is_told_by_plan_and_by_the_publisher(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
+    start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
+    AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
+    assert "is in no file (it is a base model), so it begins at random" in known_model(start).note
+    with pytest.warns(UserWarning, match="is in no file .* begins at random"):
+        made(start, tmp_path / "out")
+    assert known_model(replace(start, model=str(tmp_path / "out"))).note == ""
+    AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True)).save_pretrained(folder)
+    assert known_model(start).note == "", "its embeddings are its head"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_start_model_with_a_weight_that_is_not_finite_is_not_published(
+    tmp_path: Path, value: float, adapter: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: the first generation ended in a traceback of torch.multinomial."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    lora = {"lora": LoraSettings(r=2)} if adapter else {}
+    run = open_run(config(tmp_path, inner={"model": str(folder), **lora}), str(tmp_path / "run"), SystemClock())
+    assert publish(run.url) == exitcodes.USER_ERROR
+    assert "NaN or infinite weights in 1 of its tensors (" in capsys.readouterr().err
+    assert run.store.get(layout.MODEL_MANIFEST) is None

@@ -193,6 +193,30 @@ def test_a_model_without_a_tokenizer(project: Path, tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_a_model_folder_without_a_tokenizer_hears_what_plan_says(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: a sentence of transformers that ended with a colon; `plan` had the whole."""
+    (tmp_path / "bare").mkdir()
+    adapter = Path(shutil.copytree(model_folder(), tmp_path / "adapter"), "adapter_config.json")
+    adapter.write_text('{"base_model_name_or_path": "me/base"}')
+    for model, words in [
+        ("bare", "has no tokenizer (tokenizer.json, …). Next: "),
+        ("prompts.jsonl", "is a file. Name the"),
+        ("adapter", "has only an adapter, of me/base. Merge it"),
+    ]:
+        typed = ["check", str(project / "run.toml"), "--set", f"inner.model={tmp_path / model}"]
+        assert main(typed) == 2 and words in capsys.readouterr().err
+
+
+def test_prompts_that_end_with_an_answer_and_half_characters_in_a_column(project: Path) -> None:
+    """Before: nothing was said, and a lone surrogate ended the trial with "TypeError: TextEncodeInput must be …"."""
+    answered = [*ROWS[0]["prompt"], {"role": "assistant", "content": "1"}]
+    (project / "prompts.jsonl").write_text(json.dumps({"prompt": answered, "answer": "1 \ud83d"}) + "\n")
+    trial = tried(project)
+    assert "1 of 1 prompts end with a message of the assistant" in "\n".join(check_lines(trial, "rewards.py:score"))
+
+
 def test_nothing_to_try() -> None:
     with pytest.raises(InnerError, match="needs a reward function"):
         try_reward(InnerConfig(model="toolworld"), {})

@@ -23,6 +23,7 @@ from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
 from tests.diloco.test_report import killed_and_replaced
 from tests.support.command import verbs
 
@@ -145,6 +146,29 @@ def test_a_store_that_nobody_knows(capsys):
     assert "no store for nowhere://bucket/run" in complaint(capsys, "status", "nowhere://bucket/run")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("s3:/bucket/a", "s3://bucket/a"), ("gs:/", "gs://"), ("hf:buckets/a/b", "hf://buckets/a/b"), ("modal:/x", "modal://x"),
+     ("file:/tmp/x", "file:///tmp/x"), ("AZ:/b/x", "az://b/x"), ("s3:/k:SECRET@b/x?secret=SECRET", "s3://b/x")],
+)  # fmt: skip
+@pytest.mark.parametrize("verb", ["status", "train"])
+def test_a_url_with_a_slash_too_few_is_no_folder(capsys, config, monkeypatch, verb, typed, meant):
+    """Before: a folder of this machine, `s3:`, was made, and the run trained into it."""
+    monkeypatch.chdir(config.parent)
+    before = sorted(os.listdir())
+    said = complaint(capsys, *((verb, typed) if verb == "status" else (verb, config, "--run", typed)))
+    assert f"would be a folder of this machine: did you mean {meant}?" in said and "SECRET" not in said
+    assert sorted(os.listdir()) == before
+
+
+def test_a_folder_that_is_named_like_a_url_with_a_slash_too_few_stays_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("s3:/bucket")
+    for url in ("s3:/bucket", "./s3:/new", "C:/runs", str(tmp_path / "a:b")):
+        open_store(url).put("k", b"v")
+        assert open_store(url).get("k") == b"v"
+
+
 def test_a_run_in_memory_cannot_have_several_processes(capsys, config):
     assert "use a folder" in complaint(capsys, "train", config, "--run", "memory://x")
 
@@ -219,6 +243,11 @@ def test_a_folder_that_cannot_be_written(capsys, config):
     err = complaint(capsys, "train", config, "--run", config.parent / "file" / "run")
     assert "a file where a folder belongs" in err and "another one" in err
     assert len(err.splitlines()) == 1
+    said = complaint(capsys, "status", config)  # before: the advice to remove the config
+    assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in said and "Remove" not in said
+    assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in complaint(
+        capsys, "status", config
+    )
 
 
 @pytest.mark.parametrize("wish", ["--replicas", "--steps", "--min-replicas"])

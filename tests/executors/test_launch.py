@@ -263,6 +263,17 @@ def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(fo
     assert "No module named 'no_such_package'" in said and "train.py raised ModuleNotFoundError" in said
 
 
+def test_a_refusal_of_the_callback_ends_the_run_with_its_sentence_alone(folder: Path) -> None:
+    """Before: a traceback of 20 lines stood in front of it."""
+    (folder / "train.py").write_text(
+        "# DiLoCoCallback\nfrom diloco import OuterError\nraise OuterError('no fp16 here')\n"
+    )
+    done = diloco("launch", "--replicas", "1", "train.py")
+    said = done.stderr + done.stdout
+    assert done.returncode == exitcodes.USER_ERROR
+    assert "train.py: no fp16 here" in said and "Traceback" not in said
+
+
 def test_a_script_that_exits_with_a_message_ends_the_run_with_it(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nimport sys\nsys.exit('no token for the judge')\n")
     done = diloco("launch", "--replicas", "1", "train.py")

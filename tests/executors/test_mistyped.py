@@ -32,6 +32,11 @@ def refusal(capsys, *argv: object) -> str:
         (["train", "c"], "diloco train: --run must be given; `diloco train --help` says what it is"),
         (["status", "a", "b"], "diloco status: 'b' is one word too many; words with blanks need quotes"),
         (["train", "c", "--run"], "diloco train: --run: expected one argument"),
+        (["--run=runs/x", "train", "c"], "diloco train: --run must be given; `diloco train --help` says what it is"),
+        (["--json", "status", "r"], "diloco status: --json stands before the verb; the verb comes first, then its "
+            "options"),
+        (["train", "c", "--run=x", "--run", "y"], "diloco train: --run: given twice, the second time with 'y'; leave "
+            "one out"),
         (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
         (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
         ([], "diloco: VERB must be given; `diloco --help` says what it is"),
@@ -39,6 +44,19 @@ def refusal(capsys, *argv: object) -> str:
 )  # fmt: skip
 def test_one_line_with_the_nearest_word(capsys, argv, said):
     assert refusal(capsys, *argv) == said
+
+
+def test_an_option_before_the_verb(capsys):
+    """Before: only that there is no VERB 'runs/x', and all thirty."""
+    said = refusal(capsys, "--run", "runs/x", "train", "c")
+    assert said.startswith(
+        "diloco: there is no VERB 'runs/x'; the verb comes first, then its options; there are train, "
+    )
+
+
+def test_options_that_may_be_given_again(capsys, config):  # noqa: F811
+    typed = ["plan", config, "--set", "fleet.steps=3", "--set", "fleet.replicas=1"]
+    assert say(capsys, *typed)[0] == 0 and "r01" not in say(capsys, *typed)[1]
 
 
 @pytest.mark.parametrize("grace", ["nan", "inf", "-1", "soon"])

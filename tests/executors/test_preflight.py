@@ -605,6 +605,16 @@ def test_a_model_without_a_tokenizer(model: Path) -> None:
     assert "has no tokenizer" in known(model) and "save_pretrained" in known(model)
 
 
+def test_a_folder_with_an_adapter_alone(model: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "me/base"}')
+    assert "has only an adapter, of me/base. Merge it" in known(model) and "merge_and_unload()" in known(model)
+
+
+def test_a_file_of_a_model(model: Path) -> None:
+    assert f"is a file. Name the folder that has it: {str(model)!r}" in known(model / "config.json")
+
+
 def test_a_cached_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "hub" / "models--me--mine"
     (cache / "refs").mkdir(parents=True)

@@ -1,6 +1,7 @@
 """Prompts in four formats give the same rows; columns get other names, a system prompt stands in front; bad files."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 
+from diloco.run.config import ConfigError, load_config
 from inner import InnerConfig, InnerError
+from inner.data.faults import answered_words
 from inner.data.prompts import load_prompts
 from inner.settings.task import DataSettings
 
@@ -119,6 +123,83 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, wo
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InnerError, match=words):
         read(tmp_path / name, DataSettings())
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", b"prompt,answer,answer\n1,2,3\n", "the header names the column 'answer' twice"),
+        ("a.csv", b"prompt,prompt,answer\n1,2,3\n", "the header names the column 'prompt' twice"),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}'), r"gzip\. Next: `gunzip -c a\.jsonl > unpacked-a\.jsonl`"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}'), r"gzip\. Next: `gunzip -c a\.jsonl\.gz > a\.jsonl`"),
+        ("a.xlsx", b"PK\x03\x04", r"is a zip archive \(\.xlsx is one, too\)\. .* save the table as \.csv"),
+        ("a.jsonl", b"PAR1", r"is a Parquet file\. Name it \.parquet"),
+        ("a.jsonl", b"<!DOCTYPE html>", "is a web page"),
+        *((f"a.{kind}", LFS, r"is a Git LFS pointer, not the data\. Next: `git lfs pull`") for kind in FORMATS),
+        ("a.jsonl", b'[{"prompt": "x"}]', r"line 1 is a list\. .*or name a file that is one list \.json"),
+        ("a.jsonl", b'[\n{"prompt": "x"}\n]', r"line 1 is not JSON: .*or name a file that is one list \.json"),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": null}', r"the prompt of line 2 is null\. Write a text"),
+        ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": ""}', r"the prompt of line 3 is empty\. Write a text"),
+        ("a.jsonl", b'{"prompt": []}', r"the prompt of line 1 is empty\. Write a text"),
+        ("a.jsonl", b'{"prompt": 5}', r"the prompt of line 1 is a number \(5\)\. Write a text"),
+        ("a.jsonl", b'{"prompt": {"role": "user"}}', r"the prompt of line 1 is an object\. Put it into a list"),
+        ("a.csv", b"prompt,answer\n,5\n", r"the prompt of row 1 is empty\. Write a text"),
+        ("a.jsonl", rb'{"prompt": "x \ud83d y"}', r"line 1: the prompt has \\ud83d, half of a character"),
+        (
+            "a.jsonl",
+            rb'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}',
+            r"line 1: .* has \\udc00, half",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said_by_its_own_name(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    """Before: the last of two columns won; a lone surrogate was a TypeError; the others got another fault's advice."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InnerError, match=words):
+        read(tmp_path / name, DataSettings())
+
+
+def test_a_whole_character_beyond_the_first_plane_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"prompt": "\ud83d\ude00", "answer": "\ud83d"}')
+    assert read(tmp_path / "a.jsonl", DataSettings()) == [{"prompt": "😀", "answer": "\ud83d"}]
+
+
+def test_a_folder_of_data_hears_what_is_in_it(tmp_path: Path) -> None:
+    """Before: "there is no file saved"."""
+    rows = Dataset.from_list([{"prompt": "x"}])
+    rows.save_to_disk(tmp_path / "saved")
+    DatasetDict({"test": rows, "train": rows}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files" / "more").mkdir(parents=True)
+    for name in ("train.jsonl", "more/test.csv", "README.md"):
+        (tmp_path / "files" / name).write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "r.py").write_text("def score(completions, **more):\n    return [0.0] * len(completions)\n")
+    for name, words in [
+        ("saved", r"load_from_disk\('.*saved'\)\.to_parquet\('saved\.parquet'\)"),
+        ("splits", r"load_from_disk\('.*splits'\)\['train'\]\.to_parquet\('splits-train\.parquet'\)"),
+        ("files", r"is a folder\. Name a file in it, .* it has more/test\.csv, train\.jsonl"),
+        ("empty", r"is a folder\. .* it has no \.jsonl"),
+    ]:
+        with pytest.raises(InnerError, match=words):
+            read(tmp_path / name)
+        (tmp_path / "run.toml").write_text(
+            f'[fleet]\nreplicas = 1\n[inner]\nmodel = "me/mine"\n[inner.data]\nprompts = "{name}"\n'
+            '[inner.rewards]\nfunction = "r.py:score"\n'
+        )
+        with pytest.raises(ConfigError, match=rf"inner\.data\.prompts: .*{words}"):
+            load_config(tmp_path / "run.toml")
+
+
+def test_prompts_that_end_with_an_answer_are_told() -> None:
+    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    told = answered_words("inner.data.prompts", [[asked], [asked, answered], "a text", [answered]])
+    assert "2 of 4 prompts end with a message of the assistant, the first: prompt 2" in told
+    assert answered_words("inner.data.prompts", [[asked, answered, asked], "a text"]) == ""
 
 
 def test_two_columns_of_one_name(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def _prompt_lines(number: int, tried: "PromptTrial") -> list[str]:
 
 
 def _warnings(trial: "Trial", reward: str) -> list[str]:
-    if trial.cut:
-        return [f"warning: {trial.cut}"]
+    if trial.answered or trial.cut:
+        return [*filter(None, [trial.answered, trial.cut and f"warning: {trial.cut}"])]
     values = set(trial.rewards)
     if values == {None}:
         return [f"warning: {reward} returned no number for any completion; a run with it learns nothing"]

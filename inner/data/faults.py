@@ -1,0 +1,84 @@
+"""Say what is wrong with a file or a row of prompts, for messages.
+
+    a folder                       save_to_disk's, or which data files are in it
+    other bytes than the name says gzip, zip, Parquet, HTML, a pointer of Git LFS
+    a prompt of another kind       null, empty, a number, an object, half a character
+    a chat that is answered        a warning
+
+Not promised: every format there is.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DATA = (".jsonl", ".json", ".csv", ".parquet")
+BEGINS = (  # first bytes of a file -> what it is, and the next thing to do
+    (b"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
+    (b"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),
+    (b"PK\x03\x04", "is a zip archive (.xlsx is one, too). Unpack it, or save the table as .csv"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstd. Next: `unzstd {0} -o {1}`, and name that file"),
+    (b"BZh", "is compressed by bzip2. Next: `bunzip2 -c {0} > {1}`, and name that file"),
+    (b"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
+    (b"<!DOCTYPE", "is a web page. Download the file itself (on the Hub: its link `resolve`, not `blob`)"),
+)
+HALF = re.compile("[\ud800-\udfff]")  # half of a character beyond U+FFFF: no UTF-8 has it, and no tokenizer reads it
+
+
+def folder_words(path: Path) -> str:
+    """Return the message for a folder where a data file belongs."""
+    saved = f"is a folder that save_to_disk wrote. Next, in Python: datasets.load_from_disk({str(path)!r})"
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+        split = "train" if "train" in splits else (splits or ["train"])[0]
+        return f"{path} {saved}[{split!r}].to_parquet('{path.name}-{split}.parquet'), and name that file"
+    if (path / "dataset_info.json").is_file():
+        return f"{path} {saved}.to_parquet('{path.name}.parquet'), and name that file"
+    found = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix.lower() in DATA and p.is_file())
+    there = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    there = there or f"no {', '.join(DATA)}"
+    return f"{path} is a folder. Name a file in it, or a list of files; it has {there}"
+
+
+def disguise(path: Path) -> str:
+    """Return what a file is by its first bytes, and the next thing to do, if no reader of rows can read it; else ""."""
+    with path.open("rb") as file:
+        start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n")
+    if start.startswith(b"PAR1") and path.suffix.lower() != ".parquet":
+        return "is a Parquet file. Name it .parquet"
+    unpacked = path.stem if path.suffix.lower() not in DATA else f"unpacked-{path.name}"
+    return next((words.format(path.name, unpacked) for begin, words in BEGINS if start.startswith(begin)), "")
+
+
+def prompt_fault(row: Any) -> str:
+    """Return what the row's prompt is, and the next thing to do; "" without a column `prompt`."""
+    if not isinstance(row, dict) or "prompt" not in row:
+        return ""
+    prompt = row["prompt"]
+    kind = {type(None): "null", dict: "an object", bool: "a truth value"}.get(type(prompt), f"a number ({prompt})")
+    kind = "empty" if isinstance(prompt, str | list) else kind
+    mend = "Put it into a list, [{…}]" if isinstance(prompt, dict) else "Write a text or messages there"
+    return f"is {kind}. {mend}, or take the row out"
+
+
+def half_character(prompt: str | Sequence[Any]) -> str:
+    """Return the escape of a lone surrogate in the prompt, or ""."""
+    if isinstance(prompt, str):
+        found = HALF.search(prompt)
+        return f"\\u{ord(found[0]):04x}" if found else ""
+    values = [v for part in prompt for v in (part.values() if isinstance(part, Mapping) else [])]
+    halves = (half_character(v) for v in values if isinstance(v, str | list))
+    return next(filter(None, halves), "")
+
+
+def answered_words(name: str, prompts: Sequence[Any]) -> str:
+    """Return a warning about chats whose last message is the assistant's, or "".   name: the setting."""
+    ends = [n for n, p in enumerate(prompts, 1) if isinstance(p, list) and p[-1].get("role") == "assistant"]
+    if not ends:
+        return ""
+    return (
+        f"warning: {name}: {len(ends):,} of {len(prompts):,} prompts end with a message of the assistant, the first: "
+        f"prompt {ends[0]}. The model writes a further message behind that answer. If it is the answer to learn, "
+        "take it out of the prompt, and give it to the reward in a column of its own"
+    )

@@ -1,0 +1,47 @@
+"""Tell from config.json and the names of the weights which head a checkpoint has.  No torch here.
+
+    LlamaForCausalLM, GPT2LMHeadModel                a language head
+    LlamaModel, and no file has a head               a base model: its head begins at random     a warning
+    LlamaForSequenceClassification, score.weight     a head that writes no text                  InnerError
+
+Not promised: to know a head whose name nobody else uses.
+"""
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from inner.errors import InnerError
+
+OTHER_CLASS = re.compile(r"For(?=[A-Z])(?!\w*(LM|Generation|PreTraining))|Reward")
+OTHER_WEIGHTS = ("score", "classifier", "qa_outputs", "reward_head")  # what a weight's name begins with
+LANGUAGE = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.")  # in the names of a language head's weights
+DRAWN = (
+    "the language head of {} is in no file (it is a base model), so it begins at random, and so do its answers. If "
+    "that is not intended, set inner.model to a checkpoint with its head (…ForCausalLM)"
+)
+
+
+def check_head(config: Any, names: Collection[str], source: str) -> str:
+    """Return a warning about a head that is in no file, or "".   Raises InnerError for a head that writes no text.
+
+    config: the contents of config.json.   names: of all weights; none if they are not known."""
+    config = config if isinstance(config, dict) else {}
+    classes = config.get("architectures") or []
+    untied = config.get("tie_word_embeddings") is False
+    drawn = bool(names) and untied and not any(LANGUAGE.search(name) for name in names)
+    refuse_other_head(classes, names if drawn else (), source)
+    is_base = bool(classes) and all(name.endswith("Model") and "Head" not in name for name in classes)
+    return f"warning: {DRAWN.format(source)}" if drawn and is_base else ""
+
+
+def refuse_other_head(classes: Collection[str], names: Collection[str], source: str) -> None:
+    """Raise InnerError for a checkpoint whose head writes no text.   names: of weights beside a drawn language head."""
+    seen = [f"config.json names {name}" for name in classes if OTHER_CLASS.search(name)]
+    seen += [f"the files have {name}" for name in sorted(names) if name.partition(".")[0] in OTHER_WEIGHTS]
+    if seen:
+        raise InnerError(
+            f"the model {source} has a head that writes no text ({' and '.join(seen[:2])}), and a run would train it "
+            "with another head. Set inner.model to the language model that it was made from (…ForCausalLM). A "
+            'sequence classifier on the Hub can be a reward: [inner.rewards.functions] "hub:OWNER/NAME" = 1.0'
+        )
