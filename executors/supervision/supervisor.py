@@ -394,7 +394,7 @@ class Supervisor:
     def _publish_reasons(self, report: Report) -> list[str]:
         """Return the reason to start the process that writes θ₀ into the bucket, or []."""
         p = self.slots.publisher
-        if self._published or self._leaving or report.wanted.stop or p.running:
+        if self._published or self._leaving or report.wanted.stop or report.done or p.running:
             return []
         if self.run.store.get(layout.MODEL_MANIFEST) is not None:
             self._published = True

@@ -428,10 +428,6 @@ class Control(Record):
     guest: Member | None = None
     actors: Annotated[int, Within(0, layout.MOST_SLOTS)] | None = None
 
-    def check_consistency(self) -> None:
-        if self.n == 0 and (self.replicas is None) != (self.min_replicas is None):
-            raise ValueError("it is the first one, and has only one of replicas and min_replicas")
-
 
 @dataclass(frozen=True)
 class Beat(Record):

@@ -228,17 +228,6 @@ def test_garbage_in_the_place_of_the_first_control_record_ends_its_readers(odd: 
     assert together(a, b).m == 2, "who has read it goes on by it"
 
 
-@pytest.mark.parametrize("lost", ["replicas", "min_replicas"])
-def test_a_first_control_record_without_its_quorum_ends_its_readers(lost: str) -> None:
-    """Seen: without min_replicas, the quorum became 1."""
-    store = MemoryStore()
-    write_control(store, ManualClock(), replicas=3, steps=9, min_replicas=2)
-    raw = json.loads(store.get(layout.control_key(0)) or b"")
-    store.put(layout.control_key(0), json.dumps({**raw, lost: None}, sort_keys=True, separators=(",", ":")).encode())
-    with pytest.raises(RecordsLost, match="is not a control record"):
-        read_control(store)
-
-
 @pytest.mark.parametrize("keep", ["-5 GB\n", "5 GB\n", "\x1b[31m5 GB", "many", "", "1e400", "5 XB"])
 def test_a_control_record_whose_keep_is_no_size_is_skipped(keep: str) -> None:
     """It ended `verify` and `gc`, and its text was printed as it is."""
