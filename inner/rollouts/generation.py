@@ -123,7 +123,7 @@ class GenerationTrainer(LeanToolLoop):
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         own = {"completion": [row["completion"] for row in inputs]} if "completion" in inputs[0] else {}
-        state = {} if self.progress is None else {"trainer_state": TrainerState(**self.progress())}
+        state = {} if self.progress is None else {"trainer_state": TrainerState(**cast(Any, self.progress()))}
         self._own_columns.clear()
         self._own_columns.update(own, **state)
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

@@ -25,7 +25,8 @@ from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
-from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward, user_lines
+from inner.usercode.reward_words import user_lines
+from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:

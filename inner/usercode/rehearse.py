@@ -26,7 +26,7 @@ from typing import Any
 
 from inner.errors import SandboxMissing
 from inner.settings.inner import Files, InnerConfig, InnerError
-from inner.usercode import advice, reward_form
+from inner.usercode import reward_form, reward_words
 from inner.usercode.apart import take_notes
 
 TIME_S = 8.0
@@ -124,7 +124,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
     """Return the config and the files that the parent gave to `ask_child`; keep what texts and rewards need of it."""
-    advice.FOLDERS[:] = asked["folders"]
+    reward_words.FOLDERS[:] = asked["folders"]
     reward_form.START.max_steps = asked.get("steps") or reward_form.START.max_steps
     return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}
 

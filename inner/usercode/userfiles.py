@@ -15,7 +15,6 @@ import asyncio
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -27,10 +26,10 @@ from typing import Any, cast
 from inner.data.prompts import local_file
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import MODULES, setting_of
-from inner.usercode.advice import next_step
 from inner.usercode.apart import apart, keep_apart
 from inner.usercode.attempts import LARGEST, read_values
 from inner.usercode.reward_form import call_fault
+from inner.usercode.reward_words import user_lines
 
 
 def load_object(kind: str, spelling: str, files: Files) -> Any:
@@ -108,14 +107,6 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
             f"{setting_of(kind)} = {spelling!r} could not be imported.\n{user_lines(error, path)}"
         ) from error
     return module
-
-
-def user_lines(error: BaseException, path: Path) -> str:
-    """Return the error with the last line of the user's file that was running, as Python shows it."""
-    what = "".join(traceback.format_exception_only(error)).strip()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
-    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
-    return f"{where}  {what}\n  next: {next_step(error, path, frames[-1].line or '' if frames else '')}."
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
