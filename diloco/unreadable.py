@@ -77,12 +77,12 @@ def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
             "relative to the config file"
         )
     return (
-        f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(name, folder)} Write "
+        f"{setting_of(kind)} = {name!r} names no file and object.{object_hint(kind, name, folder)} Write "
         '"file.py:name", with a path relative to the config file'
     )
 
 
-def object_hint(spelling: str, folder: Path) -> str:
+def object_hint(kind: str, spelling: str, folder: Path) -> str:
     """Return ' Did you mean "rewards.py:score"?' for a spelling that is not file and object; "" if none is near."""
     found = SPELLING.fullmatch(spelling)
     if found is None:
@@ -90,26 +90,27 @@ def object_hint(spelling: str, folder: Path) -> str:
     stem, name = found[1], found[2]
     files = [f"{stem}.py", f"{stem.replace('.', '/')}.py"]
     if (file := next((f for f in files if (folder / f).is_file()), "")) and stem:
-        there = _defined_in(folder / file)
+        there = _defined_in(folder / file, kind)
         near = get_close_matches(name or "score", there, n=1, cutoff=0.6 if name else 0.0)
     else:
         wanted = name or stem
-        file = next((p.name for p in sorted(folder.glob("*.py")) if wanted in _defined_in(p)), "")
+        file = next((p.name for p in sorted(folder.glob("*.py")) if wanted in _defined_in(p, kind)), "")
         near = [wanted] if file else []
     return f' Did you mean "{file}:{near[0]}"?' if near else ""
 
 
-def _defined_in(path: Path) -> list[str]:
-    return _defined(path.read_text(encoding="utf-8", errors="replace"))
+def _defined_in(path: Path, kind: str) -> list[str]:
+    return _defined(path.read_text(encoding="utf-8", errors="replace"), kind)
 
 
-def _defined(text: str) -> list[str]:
-    """Return the public functions and classes of a file's text; [] if it is not Python."""
+def _defined(text: str, kind: str = "reward") -> list[str]:
+    """Return the public functions of a file's text, for an environment also classes; [] if it is not Python."""
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError):
         return []
-    named = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, *([ast.ClassDef] if kind == "environment" else []))
+    named = [n.name for n in body if isinstance(n, kinds)]
     return [name for name in named if not name.startswith("_")]
 
 

@@ -80,12 +80,19 @@ class Actor:
         self._loop.report_to(SessionHost(session, run.record.nonce, inner.sampling.box_usd_per_hour))
         refuse_other_base(record.base, self._loop.model)
         self._sampler = self._new_sampler(engine, scratch / "engine")
+        self._loop.trainer.progress = self._progress
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
         self._steps: list[tuple[float, int]] = []  # when it looked, and its weights' outer step
         self._status.enter_phase("sample", 0)
+
+    def _progress(self) -> dict[str, int]:
+        """Return the fields of a reward's `trainer_state`, at the outer step of the actor's weights."""
+        config, before = self._run.config, self._run.record.parent.outer_steps
+        steps = {"global_step": before + self._status.step, "max_steps": before + config.fleet.steps}
+        return {name: count * config.outer.interval for name, count in steps.items()}
 
     def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
         from inner import use_engine

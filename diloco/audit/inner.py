@@ -200,7 +200,8 @@ class _Session:
             self._recorded = _Recorded(self._run, self._store, self._holder, self._to)
             record_rollouts(loop.trainer, self._recorded)
         with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:
-            loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, self._averaged)
+            progress = lambda: outer.progress(before.outer_steps, run.config.fleet.steps)  # noqa: E731
+            loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, self._averaged, progress)
             start = data_position(run, self._step, slot=slot, generation=generation)
             loop.start_at(start // loop.boundary * loop.boundary)
             loop.train(lambda: False)

@@ -118,6 +118,11 @@ class OuterLoop:
         """Return the inner steps that one replica has taken by the run's count, in committed rounds and in this one."""
         return self.committed() * self.interval + self.diloco._local_step
 
+    def progress(self, before: int, steps: int) -> dict[str, int]:
+        """Return `position` and the run's end, as fields of a TrainerState.   before: outer steps of the parent."""
+        begin = before * self.interval
+        return {"global_step": begin + self.position(), "max_steps": begin + steps * self.interval}
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Exclude the block, for example an evaluation, from the pace, from `sync_seconds` and from the logged

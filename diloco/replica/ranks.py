@@ -241,7 +241,8 @@ def _follow_training(group: "Group", job: Job) -> None:
     manager = Led(group)
     manager.stats = loop.pop_metrics
     with make_diloco(loop.model, loop.optimizer, manager, config.outer, boundary=loop.boundary) as outer:
-        loop.follow(lambda: job.before + outer.committed(), outer.theta, manager.num_participants)
+        progress = lambda: outer.progress(job.before, config.fleet.steps)  # noqa: E731
+        loop.follow(lambda: job.before + outer.committed(), outer.theta, manager.num_participants, progress)
         loop.start_at(group.tell(None))
 
         def stop() -> bool:

@@ -288,7 +288,8 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         if text := lost_updates(loop.model.named_parameters(), config.inner.learning_rate):
             session.emit("warning", kind="bf16", text=text)
         averaged = lambda: manager.num_participants() or session.rv.wanted.replicas  # noqa: E731
-        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged)
+        progress = lambda: outer.progress(before.outer_steps, config.fleet.steps)  # noqa: E731
+        loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, averaged, progress)
         start = data_position(run, outer.committed(), slot=session.rv.slot, generation=session.rv.generation)
         _go_on_in_data(run, session, loop, replace(seeds, start=start))
         evaluator = judge(run, session, loop, inputs, outer)

@@ -112,7 +112,7 @@ def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
     from inner.usercode.rehearse import TIME_S, rehearse
 
     notes = list[str]()
-    found = rehearse(config.inner, config.user_files())
+    found = rehearse(config.inner, config.user_files(), steps=config.fleet.steps * config.outer.interval)
     code = config.inner.own_code
     if found.late:
         notes.append(f"not checked: {code}: trying that here took longer than {TIME_S:.0f} s")

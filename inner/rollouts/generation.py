@@ -12,20 +12,20 @@ Not promised: several processes; image prompts in the caches; that all prompts a
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
+from transformers import TrainerState
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import is_async_callable
 
 from inner.data.order import Share, prompt_order
 from inner.data.rendering import render_ids
 from inner.models.causal_lm import number_positions, sample_as_asked
 from inner.rollouts.toolloop import LeanToolLoop, total_rewards
+from inner.settings.inner import Progress
 from inner.settings.objectives import check_settings
 from inner.usercode.reward_calls import RewardCalls
 
@@ -36,6 +36,7 @@ BROKEN = "rewards/broken"  # metric: share of completions that broke their judge
 class GenerationTrainer(LeanToolLoop):
     """GRPOTrainer with `objective`, `data_seed` and `start` (see ComposerReplicationTrainer), and
 
+    progress       fields of the `trainer_state` that rewards get, from the run; None: the state of this trainer
     reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: once, and a bad value raises
     engine_dtype   dtype of vLLM, if `args` use it (inner/rollouts/engine.py); None: the model's own
 
@@ -64,9 +65,10 @@ class GenerationTrainer(LeanToolLoop):
         for model in filter(None, (self.model, self.ref_model)):
             number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
+        self._own_columns: dict[str, Any] = {}  # for rewards: `completion`, which TRL does not pass on; the run's state
+        self.progress: Progress = None
         weighted = zip(self.reward_funcs, self.reward_weights.tolist(), strict=True)
-        self.reward_funcs = [self._with_completion(self._guarded(*each)) for each in weighted]
-        self._completion_column: dict[str, list[Any]] = {}
+        self.reward_funcs = [self._guarded(*each) for each in weighted]
         self._apply_objective(objective)
         self._rewards: list[float] = []
         self._completions: Any = []
@@ -114,29 +116,16 @@ class GenerationTrainer(LeanToolLoop):
 
     def _guarded(self, reward: Any, weight: float) -> Any:
         if self._reward_calls is not None:
-            return self._reward_calls.wrap_reward(reward, weight)
+            return self._reward_calls.wrap_reward(reward, weight, self._own_columns)
         from inner.usercode.userfiles import guard_answers
 
-        return guard_answers(reward)
-
-    def _with_completion(self, reward: Any) -> Any:
-        """Return the same reward with the column `completion`, which TRL does not pass on."""
-        if isinstance(reward, nn.Module):
-            return reward
-
-        @wraps(reward, updated=())
-        def sync(**columns: Any) -> Any:
-            return reward(**columns, **self._completion_column)
-
-        @wraps(reward, updated=())
-        async def later(**columns: Any) -> Any:
-            return await reward(**columns, **self._completion_column)
-
-        return later if is_async_callable(reward) else sync
+        return guard_answers(reward, self._own_columns)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
-        has = "completion" in inputs[0]
-        self._completion_column = {"completion": [row["completion"] for row in inputs]} if has else {}
+        own = {"completion": [row["completion"] for row in inputs]} if "completion" in inputs[0] else {}
+        state = {} if self.progress is None else {"trainer_state": TrainerState(**cast(Any, self.progress()))}
+        self._own_columns.clear()
+        self._own_columns.update(own, **state)
         by_function = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._rewards_by_function = by_function
         if self.reads_turns:

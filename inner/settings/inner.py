@@ -57,6 +57,7 @@ AUTOCAST = ("auto", "bfloat16", "off")
 # kind ("reward", "reward.NAME", "environment", "prompts", "pairs", "process", …) -> the user's file on this machine
 Files = Mapping[str, Path]
 Theta = Callable[[], Iterable[tuple[str, "Tensor"]]]  # yields the committed θ by parameter name
+Progress = Callable[[], Mapping[str, int]] | None  # {"global_step", "max_steps"}: the run's inner steps, per replica
 
 
 @dataclass(frozen=True)
@@ -345,9 +346,9 @@ class InnerLoop(Protocol):
     optimizer: Optimizer
     boundary: int
 
-    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:
         """Connect the loop to the run. `step` returns the committed outer step; `theta` yields that step's θ by
-        parameter name; `replicas` returns how many replicas' pseudogradients that step averaged.
+        parameter name; `replicas` returns how many replicas' pseudogradients that step averaged; `at`: for rewards.
 
         The loop calls them when it needs them."""
 

@@ -37,7 +37,7 @@ from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, gpu_has_bfloat16
 from inner.rollouts.generation import BROKEN, MASKED
 from inner.rollouts.sample import RolloutSample
-from inner.settings.inner import InnerConfig, InnerError, Seeds, Theta
+from inner.settings.inner import InnerConfig, InnerError, Progress, Seeds, Theta
 from inner.settings.poconfig import POConfig, make_po_config
 from inner.train.metric_means import MetricMeans
 from inner.train.policy import PolicyTrainer
@@ -146,10 +146,8 @@ class GrpoLoop:
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
         self.trainer.on_rollouts = self._rollouts.add_batch
-        self.trainer.tool_workers, self.trainer.tool_limit_s = (
-            config.sampling.tool_workers,
-            config.sampling.tool_timeout_s,
-        )
+        self.trainer.tool_workers = config.sampling.tool_workers
+        self.trainer.tool_limit_s = config.sampling.tool_timeout_s
 
     @_silence_libraries()
     def _build_trainer(
@@ -215,9 +213,10 @@ class GrpoLoop:
     def pop_metrics(self) -> dict[str, float]:
         return self._means.pop_metrics()
 
-    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:
         self._theta = theta
         self.trainer.follow(step, theta)
+        self.trainer.progress = at
         self._schedule.follow(step, replicas)
 
     def score(self, rows: Sequence[dict[str, Any]], *, greedy: bool, seed: int) -> dict[str, list[float]]:

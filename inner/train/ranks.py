@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from inner.models.shards import whole_weights
-from inner.settings.inner import InnerConfig, Theta
+from inner.settings.inner import InnerConfig, Progress, Theta
 from inner.train.grpo import GrpoLoop
 from inner.train.policy import PolicyTrainer
 from inner.train.task import Task
@@ -103,8 +103,8 @@ class RankLoop(GrpoLoop):
         # otherwise sharded ranks wait for each other's tokens, and wait forever for a rank without a tool call
         trainer.model.generate = partial(trainer.model.generate, synced_gpus=False)
 
-    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
-        super().follow(step, theta, replicas)
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:
+        super().follow(step, theta, replicas, at)
         if any(isinstance(p, DTensor) for p in self.model.parameters()):
             self._theta = None  # evaluations follow an outer step of the whole model, so the live weights are θ
 

@@ -28,7 +28,7 @@ from inner.data.tokens import IDS, open_ids
 from inner.host import Host
 from inner.models.optim import RunSchedule, make_optimizer
 from inner.models.precision import casts_products, check_precision, gpu_has_bfloat16
-from inner.settings.inner import Files, InnerConfig, InnerError, Seeds, Theta
+from inner.settings.inner import Files, InnerConfig, InnerError, Progress, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
 MOST, AT_ONCE = 64, 8  # windows in `text_losses`: most in all, and per forward pass
@@ -75,7 +75,7 @@ class SupervisedLoop:
     def pop_metrics(self) -> dict[str, float]:
         return self._means.pop_metrics()
 
-    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int]) -> None:
+    def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:
         """Join a run. Only the learning rate depends on the run's step."""
         self._schedule.follow(step, replicas)
 

@@ -13,7 +13,7 @@ from inner.data.prompts import load_prompts, local_file
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import reward_name
-from inner.usercode.userfiles import load_environment, load_module, load_object
+from inner.usercode.userfiles import load_environment, load_kept, load_module
 
 Reward = Callable[..., Sequence[float | None]]
 
@@ -36,7 +36,7 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
 
 def _load_reward(config: InnerConfig, kind: str, spelling: str, files: Files, *, models: bool) -> Reward:
     if kind not in config.rewards.models:
-        return load_object(kind, spelling, files)
+        return load_kept(kind, spelling, files)
     if not models:
         return _silent_reward(spelling)
     from inner.usercode.reward_model import load_reward_model
@@ -58,7 +58,7 @@ def _load_process(settings: ProcessSettings, files: Files) -> Any:
     from inner.channels.process_reward import ProcessReward
 
     if settings.function is not None:
-        score = load_object("process", settings.function, files)
+        score = load_kept("process", settings.function, files)
     else:
         score = ProcessHead.load(local_file("process_head", str(settings.head), files))
     return ProcessReward(score, settings.weight, settings.credit)

@@ -26,7 +26,8 @@ from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code, setting_of
 from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
-from inner.usercode.userfiles import check_syntax, load_environment, load_object, load_reward, user_lines
+from inner.usercode.reward_words import user_lines
+from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward
 
 
 def check_inner(config: InnerConfig, files: Files) -> None:
@@ -105,7 +106,7 @@ def _check_process(settings: ProcessSettings, files: Files, rows: list[dict[str,
     if settings.function is None:
         ProcessHead.load(local_file("process_head", str(settings.head), files))
         return
-    score = load_object("process", settings.function, files)
+    score = load_kept("process", settings.function, files)
     path = local_file("process", settings.function, files)
     try:
         score_steps(ProcessReward(score), [_empty_rollout(row) for row in rows[:2]])

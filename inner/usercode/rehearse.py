@@ -26,6 +26,8 @@ from typing import Any
 
 from inner.errors import SandboxMissing
 from inner.settings.inner import Files, InnerConfig, InnerError
+from inner.usercode import reward_form, reward_words
+from inner.usercode.apart import take_notes
 
 TIME_S = 8.0
 SANDBOX = "inner.extras.deletion.sandbox"
@@ -48,11 +50,11 @@ class Rehearsal:
     warning: str = ""
 
 
-def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S) -> Rehearsal:
-    """Try the user's code in a child process for at most `time_s` seconds."""
+def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S, *, steps: int | None = None) -> Rehearsal:
+    """Try the user's code in a child process for at most `time_s` seconds.   steps: inner steps of the run."""
     if not config.own_code:
         return Rehearsal()
-    child = ask_child("inner.usercode.rehearse", config, files, {}, time_s=time_s)
+    child = ask_child("inner.usercode.rehearse", config, files, {"steps": steps}, time_s=time_s)
     if child.answer is not None:
         return Rehearsal(**child.answer)
     if child.late:
@@ -80,6 +82,7 @@ def ask_child(
         empty.mkdir()
         whole = {"inner": config.to_dict(), "files": copy_files(files, Path(scratch)), **asked}
         whole["answer"] = str(Path(scratch, "answer.json"))
+        whole["folders"] = [str(Path(path).absolute().parent) for path in files.values()] + [os.getcwd()]
         command = [sys.executable, "-m", module, json.dumps(whole)]
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         out = sys.stderr.fileno() if prints else subprocess.PIPE
@@ -120,7 +123,9 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 
 
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
-    """Return the config and the files that the parent gave to `ask_child`."""
+    """Return the config and the files that the parent gave to `ask_child`; keep what texts and rewards need of it."""
+    reward_words.FOLDERS[:] = asked["folders"]
+    reward_form.START.max_steps = asked.get("steps") or reward_form.START.max_steps
     return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}
 
 
@@ -167,7 +172,8 @@ def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsa
     from inner.usercode.check import SilentReward, constant_reward
 
     try:
-        return replace(found, warning=constant_reward(config, files))
+        same = constant_reward(config, files)
+        return replace(found, warning="\n".join(filter(None, [same, *map("warning: {}".format, take_notes())])))
     except SilentReward as error:
         return replace(found, refused=str(error))
     except InnerError as error:  # the reward works for empty answers, but fails for the rows' answers

@@ -27,18 +27,7 @@ from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.errors import RewardFailed
-from inner.usercode.attempts import (
-    Again,
-    Answer,
-    Ask,
-    Failure,
-    Scored,
-    Value,
-    Values,
-    plan_attempts,
-    read_values,
-    rows_of,
-)
+from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, plan_attempts, read_values, rows_of
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, remind_after
 
@@ -101,19 +90,22 @@ class RewardCalls:
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
 
-    def wrap_reward(self, reward: Any, weight: float = 1.0) -> Any:
-        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is.   weight: 0: logged only."""
+    def wrap_reward(self, reward: Any, weight: float = 1.0, more: Mapping[str, Any] | None = None) -> Any:
+        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is.   weight: 0: logged only.
+        more: the trainer's own columns at a call."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
         @wraps(reward, updated=())
-        def sync(**columns: Any) -> list[Value]:
+        def sync(**columns: Any) -> list[float | None]:
+            columns |= more or {}
             steps = self._plan_attempts(columns)
             scored = _run_attempts(steps, lambda step: self._do_step(reward, columns, step))
             return self._finish_batch(reward, scored, weight)
 
         @wraps(reward, updated=())
-        async def later(**columns: Any) -> list[Value]:
+        async def later(**columns: Any) -> list[float | None]:
+            columns |= more or {}
             steps = self._plan_attempts(columns)
             scored = await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
             return self._finish_batch(reward, scored, weight)
@@ -228,11 +220,13 @@ class RewardCalls:
         self._noted = True
         self.host.note(text)
 
-    def _finish_batch(self, reward: Any, scored: Scored, weight: float) -> list[Value]:
+    def _finish_batch(self, reward: Any, scored: Scored, weight: float) -> list[float | None]:
         values, failed = self.broken.note(scored) if weight else (scored.values, ())
         self._failed.update(failed)
         if scored.why:
             self._emit_failure(reward, scored)
+        for text in getattr(reward, "take_notes", list[str])():  # of the user's code (inner/usercode/apart.py)
+            self.host.emit("warning", text)
         if self._noted:
             self._noted = False
             self.host.note("")

@@ -20,6 +20,23 @@ from inner.errors import InnerError
 OF_A_TASK = ("task", "entry")  # columns of a task that only its scorer reads
 OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 Row = Mapping[str, Any]
+
+
+class _StartState:
+    """TRL's TrainerState before a run. transformers (seconds) is imported only for other fields than these two."""
+
+    global_step = 0
+    max_steps = 10**9
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        from transformers import TrainerState
+
+        return getattr(TrainerState(max_steps=self.max_steps), name)
+
+
+START = _StartState()
 Rewards = Sequence[tuple[Callable[..., Any], float]]
 
 
@@ -39,7 +56,7 @@ def call_of(
     chat = isinstance(row["prompt"], list) if chat is None else chat
     columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
     completions: list[Any] = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-    nothing = {"trainer_state": None, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
+    nothing = {"trainer_state": START, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None}
     fixed = {"prompts": [row["prompt"]] * len(texts), "completions": completions, "completion_ids": list(ids)}
     return {**fixed, **nothing, **columns}
 

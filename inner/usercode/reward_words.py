@@ -1,15 +1,22 @@
 """Writes the texts about rewards that failed.
 
     a failed batch ──▶ failure_text: one line for the log          a session that ends ──▶ explain_end: what to do next
+    an error of the user's code ──▶ next_step: a file or a module that the run lacks, a notebook's magic, or the line
 
-Not promised: the line of the user's code, if the error did not come from the user's file.
+Not promised: the line of the user's code, if the error did not come from the user's file; that advice fits an error
+which the code raised in place of another one.
 """
 
+import importlib.util
 import inspect
+import re
+import traceback
 from pathlib import Path
 from typing import Any
 
 from inner.usercode.attempts import Scored
+
+FOLDERS: list[str] = []  # folders of the originals and of the user's shell, where a child process has copies
 
 
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
@@ -25,8 +32,6 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
     often = "the first batch of this session" if batches == 1 else f"{batches} batches in a row"
     shown = f"  {scored.why}"
     if scored.failure is not None:
-        from inner.usercode.userfiles import user_lines
-
         shown = user_lines(scored.failure.error, _file_of(reward))
     return (
         f"the reward {name} gave no number for any completion of {often}, {scored.tries} tries each.\n"
@@ -45,3 +50,53 @@ def _file_of(reward: Any) -> Path:
         return Path(inspect.getfile(inspect.unwrap(reward)))
     except TypeError:
         return Path("?")
+
+
+# -------------------------------------------------------------------- the next thing to do
+
+
+def user_lines(error: BaseException, path: Path) -> str:
+    """Return the error with the last line of the user's file that was running, as Python shows it."""
+    what = "".join(traceback.format_exception_only(error)).strip()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
+    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
+    return f"{where}  {what}\n  next: {next_step(error, path, frames[-1].line or '' if frames else '')}."
+
+
+def next_step(error: BaseException, path: Path, line: str) -> str:
+    """Return the next thing to do.   path: the user's file.   line: its last line that was running."""
+    if isinstance(error, FileNotFoundError) and (name := _left_behind(error, path)):
+        return (
+            f"a run carries code only, not {name}: write its values into a .py module that {path.name} imports, or "
+            "give the absolute path of a file that every replica has"
+        )
+    if isinstance(error, ImportError):
+        return _about_import(error, path, line)
+    if isinstance(error, NameError) and error.name == "get_ipython":
+        return f"take the notebook's magic lines (get_ipython(), %…, !…) out of {path.name}"
+    return f"correct the line; `python {path.name}` shows what the file does by itself"
+
+
+def _left_behind(error: FileNotFoundError, path: Path) -> str:
+    """Return the missing file's name as the code gives it, if it is in one of FOLDERS; else ""."""
+    if not isinstance(error.filename, str | bytes):
+        return ""
+    name = error.filename.decode(errors="replace") if isinstance(error.filename, bytes) else error.filename
+    asked = Path(name)
+    if asked.is_absolute() and asked.is_relative_to(path.parent.absolute()):  # Path(__file__).parent / "weights.json"
+        asked = asked.relative_to(path.parent.absolute())
+    found = not asked.is_absolute() and any(Path(folder, asked).exists() for folder in FOLDERS)
+    return str(asked) if found else ""
+
+
+def _about_import(error: ImportError, path: Path, line: str) -> str:
+    if "relative import" in str(error):
+        written = re.search(r"from\s+\.+(\w[\w.]*)?\s+import\s+(.+)", line)
+        module, names = written.groups() if written else (None, "the module")
+        plain = f"from {module} import {names}" if module else f"import {names}"
+        return f"write `{plain}`, without dots, or put {path.name} above the package and import the package by its name"
+    top = (error.name or "").partition(".")[0]
+    beside = any(Path(folder, f"{top}.py").is_file() or Path(folder, top).is_dir() for folder in FOLDERS)
+    if top and beside and importlib.util.find_spec(top) is None:
+        return f"write `import {top}`, so that the run finds and carries {top}.py (it reads the import statements)"
+    return f"install what it imports where this runs, or leave the import out of {path.name}"

@@ -28,6 +28,7 @@ from inner.models.known import folder_or_refusal, refuse_adapter, require_tokeni
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import setting_of
+from inner.usercode.apart import take_notes
 from inner.usercode.rehearse import ask_child, read_asked
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
@@ -84,9 +85,17 @@ class Trial:
 
 
 def try_reward(
-    config: InnerConfig, files: Files, *, rows: int = 3, given: Sequence[str] = (), time_s: float = TIME_S
+    config: InnerConfig,
+    files: Files,
+    *,
+    rows: int = 3,
+    given: Sequence[str] = (),
+    time_s: float = TIME_S,
+    steps: int | None = None,
 ) -> Trial:
-    """Call the reward on the first `rows` prompts in a child process.  Raises InnerError if that is not possible."""
+    """Call the reward on the first `rows` prompts in a child process.  Raises InnerError if that is not possible.
+
+    steps: inner steps of the run."""
     if not (config.rewards.named or config.scoring_task) or config.data.source is None:
         raise InnerError(
             "this check needs a reward function (not only a reward model) and prompts: set "
@@ -105,7 +114,7 @@ def try_reward(
     is_here = path.is_dir() or (is_gguf_file(config.model) and path.exists())
     found = path if is_here else folder_or_refusal(config)
     model = config.model if found is None else str(found.absolute())
-    asked = {"rows": rows, "given": list(given)}
+    asked = {"rows": rows, "given": list(given), "steps": steps}
     child = ask_child("inner.usercode.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
     if child.late:
         raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
@@ -229,8 +238,12 @@ def main(asked: Mapping[str, Any]) -> None:
         found = asdict(run_trial(*read_asked(asked), rows=asked["rows"], given=asked["given"]))
     except InnerError as error:
         found = {"refused": str(error)}
+    except KeyboardInterrupt:
+        found = {"refused": "the trial was interrupted: KeyboardInterrupt, from the keyboard or raised by your code"}
     except Exception as error:  # an error outside the user's code, because a reward's errors are InnerErrors
         found = {"refused": f"the trial ended with {type(error).__name__}: {error}"}
+    for note in take_notes():
+        print(f"warning: {note}", file=sys.stderr)
     Path(asked["answer"]).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -15,7 +15,6 @@ import asyncio
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import wraps
@@ -27,16 +26,20 @@ from typing import Any, cast
 from inner.data.prompts import local_file
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import MODULES, setting_of
+from inner.usercode.apart import apart, keep_apart
 from inner.usercode.attempts import LARGEST, read_values
 from inner.usercode.reward_form import call_fault
+from inner.usercode.reward_words import user_lines
 
 
 def load_object(kind: str, spelling: str, files: Files) -> Any:
     """Return the function or class that "file.py:name" names."""
     module = load_module(kind, spelling, files)
-    name = spelling.rpartition(":")[2]
+    file, _, name = spelling.rpartition(":")
+    is_called = kind != "environment"  # an environment is a class
     if not hasattr(module, name):
-        defined = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        public = {n: v for n, v in vars(module).items() if callable(v) and not n.startswith("_")}
+        defined = [n for n, v in public.items() if not (is_called and isinstance(v, type))]
         raise InnerError(
             f"{setting_of(kind)} = {spelling!r}: the file defines no {name!r}; it defines "
             f"{', '.join(defined) or 'nothing callable'}. Correct the name after the colon in {setting_of(kind)}."
@@ -46,7 +49,17 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
         raise InnerError(
             f"{setting_of(kind)} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called."
         )
+    if is_called and isinstance(found, type):
+        raise InnerError(
+            f"{setting_of(kind)} = {spelling!r}: {name} is a class, and what is called for a batch is an object of it. "
+            f"Write `score = {name}()` below the class, and name {file}:score."
+        )
     return found
+
+
+def load_kept(kind: str, spelling: str, files: Files) -> Any:
+    """Load a function whose calls leave this process as it was (inner/usercode/apart.py)."""
+    return keep_apart(load_object(kind, spelling, files), local_file(kind, spelling, files))
 
 
 def check_syntax(kind: str, spelling: str, files: Files) -> None:
@@ -86,7 +99,8 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before running the file, because dataclasses and pickle look the module up
     try:
-        spec.loader.exec_module(module)
+        with apart(path, path.name):
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise InnerError(
@@ -95,21 +109,9 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     return module
 
 
-def user_lines(error: BaseException, path: Path) -> str:
-    """Return the error with the last line of the user's file that was running, as Python shows it."""
-    what = "".join(traceback.format_exception_only(error)).strip()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
-    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
-    mend = f"correct the line; `python {path.name}` shows what the file does by itself"
-    install = f"install what it imports where this runs, or leave the import out of {path.name}"
-    return f"{where}  {what}\n  next: {install if isinstance(error, ImportError) else mend}."
-
-
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
     """Load the user's reward, wrapped so that each call checks the returned values."""
-    function = load_object(kind, spelling, files)
-    path = local_file(kind, spelling, files)
-    return guard_reward(function, spelling, path)
+    return guard_reward(load_kept(kind, spelling, files), spelling, local_file(kind, spelling, files))
 
 
 def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None = None) -> Callable[..., Any]:
@@ -154,9 +156,9 @@ def _column_advice(error: Exception, columns: Mapping[str, Any]) -> str:
     return f"\n  the prompts have no column {asked!r}; did you mean {near[0]!r}?" if near else ""
 
 
-def guard_answers(reward: Any) -> Any:
+def guard_answers(reward: Any, more: Mapping[str, Any]) -> Any:
     """Wrap a reward so that its answers are checked, for a trainer without RewardCalls. Without the check, TRL would
-    read a NaN as "cannot say". A reward that is a model is returned as it is."""
+    read a NaN as "cannot say". A reward that is a model is returned as it is.   more: the trainer's own columns."""
     from torch import nn
 
     if isinstance(reward, nn.Module) or not callable(reward):
@@ -166,11 +168,11 @@ def guard_answers(reward: Any) -> Any:
 
     @wraps(reward, updated=())
     def checked(*args: Any, **kwargs: Any) -> list[float | None]:
-        return checked_rewards(function(*args, **kwargs), len(kwargs["completions"]), name)
+        return checked_rewards(function(*args, **{**kwargs, **more}), len(kwargs["completions"]), name)
 
     @wraps(reward, updated=())
     async def checked_later(*args: Any, **kwargs: Any) -> list[float | None]:
-        return checked_rewards(await function(*args, **kwargs), len(kwargs["completions"]), name)
+        return checked_rewards(await function(*args, **{**kwargs, **more}), len(kwargs["completions"]), name)
 
     return checked_later if inspect.iscoroutinefunction(reward) else checked
 
@@ -182,9 +184,10 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
     except ValueError as error:
         raise InnerError(f"reward {spelling} {error}.") from error
     for i, said in read.invalid.items():
+        flatten = " This is a list of lists, or an (N, 1) array: flatten it." if "[" in said else ""
         raise InnerError(
             f"reward {spelling} {said} for completion {i}. Return a finite number, {LARGEST:g} at most, or None for "
-            '"cannot say".'
+            f'"cannot say".{flatten}'
         )
     return read.values
 

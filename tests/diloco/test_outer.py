@@ -377,6 +377,19 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
     assert all(p.flat.data_ptr() != t.data_ptr() for p, t in zip(stock.fragments, stock.thetas, strict=True))
 
 
+def test_the_progress_counts_inner_steps_over_rounds_and_the_parents(fresh: str) -> None:
+    model, manager = Net(), MockManager(fresh, replicas=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    with make_diloco(model, optimizer, manager, sync_every=3) as loop:
+        for _ in range(5):
+            found.append(loop.progress(before=0, steps=4))
+            plain_steps(model, optimizer, 1)
+        assert found == [{"global_step": n, "max_steps": 12} for n in range(5)]
+        assert loop.progress(before=10, steps=4) == {"global_step": 35, "max_steps": 42}
+    manager.shutdown()
+
+
 def test_torchft_asks_for_the_eight_names_and_no_more(fresh: str) -> None:
     """If a torchft release asks for another name, or moves `_local_step`, this says so."""
     surface = {

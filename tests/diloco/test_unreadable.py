@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from diloco.run.config import ConfigError, load_config
+from diloco.unreadable import object_hint
 
 GOOD = """
 [inner]
@@ -81,3 +82,9 @@ def test_code_inside_a_prompt_makes_no_script_of_a_config(tmp_path: Path) -> Non
 
 def test_the_mark_that_an_editor_puts_in_front_is_no_fault(tmp_path: Path) -> None:
     assert "name = 3 must be str" in complaint(tmp_path, b"\xef\xbb\xbfname = 3\n")
+
+
+def test_a_class_is_suggested_for_an_environment_alone(tmp_path: Path) -> None:
+    (tmp_path / "zoo.py").write_text("class Scorer: ...\n\ndef worth(): ...\n")
+    assert object_hint("reward", "zoo", tmp_path) == ' Did you mean "zoo.py:worth"?'
+    assert object_hint("environment", "zoo", tmp_path) == ' Did you mean "zoo.py:Scorer"?'

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco.run.config import load_config
 from executors.cli.checking.verbs import check_lines
 from executors.cli.main import main
 from inner import InnerConfig, InnerError
@@ -162,6 +163,39 @@ def test_a_reward_that_cannot_work_is_shown_with_its_line(project: Path, code: s
     (project / "rewards.py").write_text(code)
     with pytest.raises(InnerError, match=words):
         tried(project)
+
+
+CURRICULUM = """def score(completions, trainer_state, **_):
+    assert trainer_state.epoch is not None
+    return [float(trainer_state.global_step == 0 and trainer_state.max_steps == 6)] * len(completions)
+"""
+
+
+def test_a_curriculum_reads_the_start_of_the_run_before_the_start(project: Path) -> None:
+    """Before: trainer_state was None, so the trial ended with an AttributeError."""
+    (project / "rewards.py").write_text(CURRICULUM)
+    text = (project / "run.toml").read_text()
+    (project / "run.toml").write_text(f"{text}[fleet]\nsteps = 3\n[outer]\nsync_every = 2\n")
+    config = load_config(str(project / "run.toml"))
+    found = try_reward(config.inner, config.user_files(), rows=1, steps=6)
+    assert set(found.rewards) == {1.0}
+
+
+def test_an_interrupted_trial_is_one_sentence(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (project / "rewards.py").write_text("def score(completions, **_):\n    raise KeyboardInterrupt\n")
+    assert main(["check", str(project / "run.toml")]) == 2
+    told = capfd.readouterr().err
+    assert "the trial was interrupted: KeyboardInterrupt" in told and "Traceback" not in told
+
+
+def test_a_reward_that_reads_arguments_gets_its_defaults(project: Path) -> None:
+    """Before: `unrecognized arguments: {"inner": …`, our JSON."""
+    head = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--w', default='1')\nW = p.parse_args().w\n"
+    (project / "rewards.py").write_text(
+        f"{head}def score(completions, **_):\n    return [float(W)] * len(completions)\n"
+    )
+    config = load_config(str(project / "run.toml"))
+    assert set(try_reward(config.inner, config.user_files(), rows=1).rewards) == {1.0}
 
 
 def test_a_reward_that_ends_its_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -229,7 +229,7 @@ def write_task(cell: Cell, folder: Path) -> RunConfig:
 def plan_says(config: RunConfig, scratch: Path) -> str:
     """ "" or the refusal."""
 
-    def rehearse(inner: InnerConfig, files: Any) -> Any:
+    def rehearse(inner: InnerConfig, files: Any, *, steps: int) -> Any:
         copies = {k: Path(v) for k, v in copy_files(files, scratch).items()}
         found = run_checks(inner, copies)
         return found if found.refused else try_answers(found, inner, copies)

@@ -789,3 +789,24 @@ def test_a_prompt_that_breaks_the_reward_in_an_evaluation_ends_no_session() -> N
             assert reward(prompts=["q"], completions=[0], answer=["0"]) == [None]
     with pytest.raises(RewardFailed):
         reward(prompts=["q"], completions=[0], answer=["0"])
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_a_reward_reads_where_the_run_stands_in_trls_trainer_state(is_run: bool) -> None:
+    """Before: max_steps was 1,000,000,000, and global_step began at 0 in each session."""
+    seen: list[tuple[int, int]] = []
+
+    def curriculum(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        seen.append((trainer_state.global_step, trainer_state.max_steps))
+        return [0.0] * len(completions)
+
+    async def later(completions: list[Any], **columns: Any) -> list[float]:
+        return curriculum(completions, **columns)
+
+    for calls in (forgiving()[0], None):
+        trainer = make(reward=[curriculum, later], reward_calls=calls)
+        trainer.progress = (lambda: {"global_step": 40, "max_steps": 60}) if is_run else None
+        trainer.state.global_step = 3
+        rollouts(trainer)
+        assert trainer.state.global_step == 3
+    assert seen == [(40, 60) if is_run else (3, 0)] * 4

@@ -47,6 +47,49 @@ def test_the_advice_is_about_the_mistake(tmp_path, code, told):
     assert ("install" in str(refused.value)) == ("import" in code)
 
 
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        ("open('weights.json')", "next: a run carries code only, not weights.json: write its values into a .py module"),
+        (
+            "from pathlib import Path\nPath(__file__).with_name('weights.json').read_text()",
+            "code only, not weights.json",
+        ),
+        ("open('shell.json')", "code only, not shell.json"),
+        ("open('nowhere.json')", "next: correct the line"),
+        ("from .sub.core import f", "next: write `from sub.core import f`, without dots, or put rewards.py above"),
+        ("from . import helper", "next: write `import helper`"),
+        ("import importlib\nimportlib.import_module('helper')", "next: write `import helper`, so that the run finds"),
+        ("import importlib\nimportlib.import_module('nothing_of_this_name')", "next: install what it imports"),
+        ("get_ipython().run_line_magic('load_ext', 'autoreload')", "next: take the notebook's magic lines"),
+    ],
+)
+def test_the_advice_about_what_lies_beside_the_file_fits_a_run(tmp_path, monkeypatch, head, told):
+    """Before: "correct the line; `python rewards.py` shows …", which works where the file is."""
+    shell = tmp_path / "shell"
+    shell.mkdir()
+    (shell / "shell.json").touch()
+    (tmp_path / "weights.json").touch()
+    (tmp_path / "helper.py").touch()
+    monkeypatch.chdir(shell)
+    found = rehearse(*config_of(tmp_path, f"{head}\n{ALL}return [1.0] * len(completions)\n"), time_s=100)
+    assert told in found.refused
+
+
+def test_a_class_is_no_reward_and_no_suggestion(tmp_path):
+    """Before: "write `def Scorer(completions, **columns):`", and Scorer was suggested for a misspelt name."""
+    code = "class score:\n    def __call__(self, completions, **columns):\n        return [1.0] * len(completions)\n"
+    with pytest.raises(InnerError, match=r"score is a class.* Write `score = score\(\)`.* name rewards.py:score"):
+        check_inner(*config_of(tmp_path, code))
+    with pytest.raises(InnerError, match="defines no 'score'; it defines worth"):
+        check_inner(*config_of(tmp_path, "class Scorer: ...\n\ndef worth(completions, **columns): ...\n"))
+
+
+def test_a_list_of_lists_is_to_be_flattened(tmp_path):
+    with pytest.raises(InnerError, match="array: flatten it"):
+        check_inner(*config_of(tmp_path, f"{ALL}return [[1.0] for _ in completions]\n"))
+
+
 def test_a_reward_that_takes_less_by_default_is_called(tmp_path):
     code = "def score(completions, answer='', weight=1.0, *args, **columns):\n    return [weight] * len(answer)\n"
     check_inner(*config_of(tmp_path, code))

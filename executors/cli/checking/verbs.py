@@ -80,7 +80,8 @@ def _check(args: Namespace) -> Answer:
     from inner.usercode.trial import try_reward
 
     config = read_config(args)
-    found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion)
+    steps = config.fleet.steps * config.outer.interval
+    found = try_reward(config.inner, config.user_files(), rows=args.rows, given=args.completion, steps=steps)
     rewards = config.inner.rewards
     tried = ", ".join(rewards.named.values()) or str(config.inner.scoring_task)
     models = [f"not called here: {spelling}, a reward model" for spelling in rewards.models.values()]

@@ -1,0 +1,189 @@
+"""Run the user's code apart from training: what it changes in its process does not reach the trainer.
+
+    trainer's state ──kept──▶ code's state ──▶ a call ──▶ code's state, kept ──▶ trainer's state, bit for bit
+
+    random numbers of torch, CUDA, numpy, random     the rewards have their own, which go on from call to call
+    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` tells of a change, once
+    sys.argv                                         [the file], so that its argparse sees no argument of ours
+
+Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
+
+Not promised: anything for tools of an environment, for os.environ, or for threads that outlive the call.
+"""
+
+import inspect
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+_SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "torch.set_grad_enabled": (lambda t: t.is_grad_enabled(), lambda t, was: t.set_grad_enabled(was)),
+    "torch.set_default_dtype": (lambda t: t.get_default_dtype(), lambda t, was: t.set_default_dtype(was)),
+    "torch.set_default_device": (
+        lambda t: None if t.get_default_device().type == "cpu" else t.get_default_device(),
+        lambda t, was: t.set_default_device(was),
+    ),
+    "torch.set_num_threads": (lambda t: t.get_num_threads(), lambda t, was: t.set_num_threads(was)),
+    "torch.set_float32_matmul_precision": (
+        lambda t: t.get_float32_matmul_precision(), lambda t, was: t.set_float32_matmul_precision(was)
+    ),
+}  # fmt: skip
+
+
+class _Process:
+    """The state of this process.   inside: blocks that run.   own: the rewards' random state, or None before a call."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.inside = 0
+        self.own: dict[str, Any] | None = None
+        self.notes: list[str] = []
+        self.told = set[str]()
+
+    def enter(self, file: Path, *, draws: bool) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside > 1:
+                return
+            self.argv, self.folder, self.draws = sys.argv, _working_folder(), draws
+            self.settings = _read_settings()
+            self.random = _read_random()
+            sys.argv = [str(file)]
+            if draws and self.own is not None:
+                _write_random(self.own)
+            self.seed = _seed()
+
+    def leave(self, what: str) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside:
+                return
+            sys.argv = self.argv
+            seeded = ["torch.manual_seed"] if self.seed not in (None, _seed()) else []
+            self.own = _read_random() if self.draws else self.own
+            _write_random(self.random)
+            self._tell(what, [*seeded, *self._restore_settings()])
+
+    def _restore_settings(self) -> list[str]:
+        """Restore settings and the working folder. Return the names of the functions that have changed them."""
+        before = self.settings or _fresh_settings()
+        changed = [name for name, was in before.items() if _SETTINGS[name][0](_torch()) != was]
+        for name in changed:
+            _SETTINGS[name][1](_torch(), before[name])
+        if self.folder and _working_folder() != self.folder:
+            changed.append("os.chdir")
+            with suppress(OSError):
+                os.chdir(self.folder)
+        return changed
+
+    def _tell(self, what: str, changed: list[str]) -> None:
+        """Note the changes of this part of the user's code that are not noted yet."""
+        new = [name for name in changed if f"{what} {name}" not in self.told]
+        self.told |= {f"{what} {name}" for name in new}
+        if new:
+            self.notes.append(
+                f"{what} calls {', '.join(new)}, which would change the training around it: afterwards the old state "
+                "is back. Leave it out of the file, or undo it there"
+            )
+
+
+_PROCESS = _Process()
+
+
+@contextmanager
+def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
+    """Run the block apart from training.   what: the code's name in notes.   draws: it has the rewards' own random
+    state; else it begins with the trainer's, as a file that is loaded does."""
+    _PROCESS.enter(file, draws=draws)
+    try:
+        yield
+    finally:
+        _PROCESS.leave(what)
+
+
+def take_notes() -> list[str]:
+    """Return what the user's code has changed since the last call, as sentences."""
+    notes, _PROCESS.notes = _PROCESS.notes, []
+    return notes
+
+
+def keep_apart(function: Any, file: Path) -> Any:
+    """Wrap a function of the user so that each call runs apart. A reward that is a model is returned as it is."""
+    if _torch() is not None and isinstance(function, _torch().nn.Module):
+        return function
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+
+    @wraps(function, updated=())
+    def sync(*args: Any, **columns: Any) -> Any:
+        with apart(file, f"{file.name}:{name}", draws=True):
+            return function(*args, **columns)
+
+    @wraps(function, updated=())
+    async def later(*args: Any, **columns: Any) -> Any:
+        with apart(file, f"{file.name}:{name}", draws=True):
+            return await function(*args, **columns)
+
+    kept: Any = later if any(map(inspect.iscoroutinefunction, (inner, inner.__call__))) else sync
+    kept.__name__ = name
+    kept.take_notes = take_notes
+    return kept
+
+
+def _torch() -> Any:
+    """Return torch if this process has imported it, else None."""
+    return sys.modules.get("torch")
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # the folder was deleted
+        return ""
+
+
+def _read_settings() -> dict[str, Any]:
+    torch = _torch()
+    return {} if torch is None else {name: read(torch) for name, (read, _) in _SETTINGS.items()}
+
+
+def _fresh_settings() -> dict[str, Any]:
+    """Return the settings of a torch that the code itself has imported; {} if it has imported none."""
+    if (torch := _torch()) is None:
+        return {}
+    fresh = {"grad_enabled": True, "default_dtype": torch.float32, "default_device": None}
+    return {f"torch.set_{name}": value for name, value in fresh.items()}
+
+
+def _seed() -> int | None:
+    return None if _torch() is None else _torch().initial_seed()
+
+
+def _read_random() -> dict[str, Any]:
+    """Return the states of the random generators of the modules that this process has imported."""
+    found: dict[str, Any] = {"random": random.getstate()}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        found["numpy"] = numpy.get_state()
+    if (torch := _torch()) is not None:
+        found["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
+
+
+def _write_random(state: dict[str, Any]) -> None:
+    random.setstate(state["random"])
+    if "numpy" in state:
+        sys.modules["numpy.random"].set_state(state["numpy"])
+    if "torch" in state:
+        _torch().set_rng_state(state["torch"])
+    if "cuda" in state:
+        _torch().cuda.set_rng_state_all(state["cuda"])

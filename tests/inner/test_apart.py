@@ -1,0 +1,190 @@
+"""The user's code runs apart from training: what it does to its process is undone after each call, and told once."""
+
+import argparse
+import asyncio
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inner.usercode.apart import _PROCESS, apart, keep_apart, take_notes
+from inner.usercode.reward_calls import RewardCalls, StandaloneHost
+
+HERE, FILE = Path(__file__), Path("r.py")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"own": None, "notes": [], "told": set()}.items():
+        monkeypatch.setattr(_PROCESS, name, value)
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def plain(completions: Any, **columns: Any) -> list[float]:
+    return [0.0 for _ in completions]
+
+
+def seeds(completions: Any, **columns: Any) -> list[float]:
+    seed_all(0)
+    return [torch.rand(()).item() for _ in completions]
+
+
+def rude(completions: Any, **columns: Any) -> list[float]:
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    os.chdir("/")
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("reward", [plain, seeds, lambda completions, **columns: [draws()[0]]])
+def test_training_draws_the_same_numbers_whatever_a_reward_does(reward: Any) -> None:
+    seed_all(7)
+    expected = [draws() for _ in range(4)]
+    seed_all(7)
+    found = []
+    for _ in range(4):
+        found.append(draws())
+        keep_apart(reward, FILE)(completions=[""])
+    assert found == expected
+
+
+def test_a_reward_draws_other_numbers_in_each_call_and_the_same_after_its_own_seed() -> None:
+    noisy = keep_apart(lambda completions, **columns: draws(), FILE)
+    assert len({noisy(completions=[""]) for _ in range(3)}) == 3
+    seeded = keep_apart(seeds, FILE)
+    assert seeded(completions=[""]) == seeded(completions=[""])
+
+
+def test_settings_and_the_folder_are_as_before_also_after_an_error() -> None:
+    def fails(completions: Any, **columns: Any) -> None:
+        rude(completions)
+        raise ValueError("after all that")
+
+    def all_settings() -> tuple[Any, ...]:
+        threads, device = torch.get_num_threads(), torch.get_default_device()
+        return torch.is_grad_enabled(), torch.get_default_dtype(), device, threads, os.getcwd()
+
+    before = all_settings()
+    keep_apart(rude, FILE)(completions=[""])
+    assert all_settings() == before
+    with pytest.raises(ValueError, match="after all that"):
+        keep_apart(fails, FILE)(completions=[""])
+    assert all_settings() == before
+
+
+def test_async_rewards_that_overlap_leave_the_trainers_state() -> None:
+    async def late(completions: Any, **columns: Any) -> list[float]:
+        seed_all(1)
+        torch.set_default_dtype(torch.float64)
+        await asyncio.sleep(0.01 * columns["n"])
+        return [torch.rand(()).item()]
+
+    async def both() -> None:
+        await asyncio.gather(*(keep_apart(late, FILE)(completions=[""], n=n) for n in (2, 1)))
+
+    seed_all(7)
+    expected = draws()
+    seed_all(7)
+    asyncio.run(both())
+    assert draws() == expected
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_change_is_told_once_as_a_warning_that_names_the_reward() -> None:
+    told: list[str] = []
+
+    class Host(StandaloneHost):
+        def emit(self, event: str, text: str, **fields: Any) -> None:
+            told.append(f"{event} {text}")
+
+    calls = RewardCalls(retries=0, timeout_s=0, group=1, clock=lambda: 0.0, host=Host())
+    for reward in (seeds, rude, plain):
+        wrapped = calls.wrap_reward(keep_apart(reward, FILE))
+        assert [len(wrapped(completions=["", ""])) for _ in range(2)] == [2, 2]
+    assert [text.partition(", which")[0] for text in told] == [
+        "warning r.py:seeds calls torch.manual_seed",
+        "warning r.py:rude calls torch.set_grad_enabled, torch.set_default_dtype, torch.set_default_device, "
+        "torch.set_num_threads, os.chdir",
+    ]
+
+
+def test_a_file_that_is_loaded_reads_no_arguments_of_ours_and_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["trial.py", '{"inner": 1}'])
+    seed_all(7)
+    expected = draws()
+    seed_all(7)
+    with apart(FILE, "r.py"):
+        seed_all(0)
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--w", type=float, default=1.0)
+        assert parser.parse_args().w == 1.0
+    assert draws() == expected
+    assert take_notes()[0].startswith("r.py calls torch.manual_seed")
+    assert _PROCESS.own is None
+
+
+def test_names_and_kinds_stay_those_that_trl_reads() -> None:
+    from functools import partial
+
+    from trl.trainer.utils import get_callable_name, is_async_callable
+
+    class Scorer:
+        async def __call__(self, completions: Any, **columns: Any) -> list[float]:
+            return [0.0]
+
+    async def later(completions: Any, **columns: Any) -> list[float]:
+        return [0.0]
+
+    for reward in (plain, later, Scorer(), partial(plain, w=1), partial(later, w=1)):
+        kept = keep_apart(reward, FILE)
+        assert get_callable_name(kept) == get_callable_name(reward)
+        assert is_async_callable(kept) == is_async_callable(reward)
+    model = torch.nn.Linear(1, 1)
+    assert keep_apart(model, FILE) is model
+
+
+def test_a_call_costs_little() -> None:
+    """Counts the states that are read, instead of seconds: once before and once after a call."""
+    read: list[str] = []
+    kept = keep_apart(plain, FILE)
+    original = torch.get_rng_state
+    torch.get_rng_state = lambda: read.append("") or original()  # type: ignore[assignment]
+    try:
+        kept(completions=[""])
+    finally:
+        torch.get_rng_state = original
+    assert len(read) == 2
+
+
+def test_a_torch_that_the_code_itself_imports_is_watched_too(tmp_path: Path) -> None:
+    told = """
+import sys
+from pathlib import Path
+from inner.usercode.apart import keep_apart, take_notes
+def score(completions):
+    import torch
+    torch.manual_seed(0), torch.set_grad_enabled(False)
+assert "torch" not in sys.modules
+keep_apart(score, Path("r.py"))(completions=[])
+assert sys.modules["torch"].is_grad_enabled()
+print(*take_notes())
+"""
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, cwd=HERE.parents[2])
+    assert done.stdout.startswith("r.py:score calls torch.set_grad_enabled,"), done.stderr
