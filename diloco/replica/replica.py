@@ -246,8 +246,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     import torch  # slow imports only now: the slot is claimed, and heartbeats are written
 
     from diloco import make_diloco
-    from diloco.model.start_model import first_arrays, refuse_other_bits
-    from diloco.outer.flat import layout_of
+    from diloco.model.start_model import first_arrays
     from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
 
@@ -255,23 +254,11 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
         torch.set_num_threads(1)
     config = run.config
     build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
-    if run.config.rendezvous == BUCKET:
-        begun = session.rv.store.get(layout.commit_key(0)) is not None
-    else:
-        from diloco.outer.managers.lighthouse import latest_step
-
-        begun = latest_step(session) > 0
     before = run.record.parent
     seeds = seeds_of(run, session.rv.slot, session.rv.generation)
-    joins_late = begun or before.outer_steps > 0
+    joins_late = before.outer_steps > 0 or _has_begun(run, session)
     loop, model_dir = build(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
-    refuse_layout(record.layout, layout_of(loop.model))
-    if model_dir.name != ZEROS:
-        refuse_other_bits(record.theta, loop.model)
-    if record.base:
-        from diloco.outer.frozen import refuse_other_base
-
-        refuse_other_base(record.base, loop.model)
+    _refuse_other_start(record, loop.model, with_weights=model_dir.name != ZEROS)
     whole = lambda: fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
     manager = manage(config, session, again if record.hub else None)
@@ -302,6 +289,29 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
         refuse_changed_base(record.base, loop.model)
     return exitcodes.LEFT if manager.left else exitcodes.DONE
+
+
+def _has_begun(run: Run, session: Session) -> bool:
+    """Whether the run has taken an outer step."""
+    if run.config.rendezvous == BUCKET:
+        return session.rv.store.get(layout.commit_key(0)) is not None
+    from diloco.outer.managers.lighthouse import latest_step
+
+    return latest_step(session) > 0
+
+
+def _refuse_other_start(record: ModelRecord, model: Any, *, with_weights: bool) -> None:
+    """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False: its θ₀ is zeros."""
+    from diloco.model.start_model import refuse_other_bits
+    from diloco.outer.flat import layout_of
+
+    refuse_layout(record.layout, layout_of(model))
+    if with_weights:
+        refuse_other_bits(record.theta, model)
+    if record.base:
+        from diloco.outer.frozen import refuse_other_base
+
+        refuse_other_base(record.base, model)
 
 
 def manager_of(
