@@ -79,7 +79,7 @@ def _read_states(store: Store, key: str) -> Iterator[TraceState]:
                 rollout = cast("SampledRollout", rollout_line(line))
                 yield from rollout_states(rollout, f"{slot}-{generation}/{step}/{n}.{i - 1}", tools)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            warnings.warn(f"{key}, line {i + 1}: {error!r}. It is left out.", TraceWarning, stacklevel=2)
+            warnings.warn(f"{key}, line {i + 1}: {error}. It is left out.", TraceWarning, stacklevel=2)
 
 
 def _bundles(listed: list[str]) -> list[str]:

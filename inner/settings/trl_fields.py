@@ -1,4 +1,4 @@
-"""Lists the settings of TRL's GRPOConfig with their types; tests/support/trl_table.py writes and checks this file.
+"""Lists the settings of TRL's GRPOConfig with their types; tests/support/trl_table.py writes and checks it.
 
 No torch here.
 """

@@ -5,7 +5,6 @@ The reader leaves it out; what else the same object says is shown.
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,9 +62,9 @@ def extreme(played: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("command", ["status", "report", "costs", "traces", "explain"])
 def test_no_command_falls_over_it(extreme: Path, tmp_path: Path, capsys, command: str) -> None:
     more = {"traces": ["--to", str(tmp_path / "out.jsonl")], "explain": ["--step", "1"]}
-    with pytest.warns() if command == "traces" else nullcontext():
-        assert main([command, str(extreme), *more.get(command, [])]) == 0
-    assert "Traceback" not in capsys.readouterr().err
+    assert main([command, str(extreme), *more.get(command, [])]) == 0
+    told = capsys.readouterr().err
+    assert "Traceback" not in told and ("is not a finite number" in told) is (command == "traces")
 
 
 def test_the_view_shows_what_it_can(extreme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

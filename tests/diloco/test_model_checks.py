@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from diloco import StoreManager, make_diloco
-from diloco.outer.flat import ModelGuard, check_model, frozen_digest
+from diloco.outer.flat import ModelGuard, check_model
+from diloco.outer.frozen import frozen_digest
 from diloco.run.config import ConfigError, OuterError
 from diloco.run.founding import refuse_nested
 from rendezvous.errors import WrongRun

@@ -65,7 +65,7 @@ def test_commits_in_each_others_place(run: Path, capsys: pytest.CaptureFixture[s
     two, three = key(run, 2).read_bytes(), key(run, 3).read_bytes()
     key(run, 2).write_bytes(three)
     key(run, 3).write_bytes(two)
-    assert "! commit 2 speaks of step 3" in told("status", run, capsys)[1]
+    assert "! commit 2 names step 3" in told("status", run, capsys)[1]
     assert told("gc", run, capsys, "--keep", "window", "--yes")[0] == 2
 
 

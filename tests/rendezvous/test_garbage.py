@@ -285,7 +285,7 @@ def test_a_bucket_that_may_not_be_deleted_from_only_grows() -> None:
 def test_only_a_newer_complete_snapshot_makes_it_collected(store: Store) -> None:
     fill(store, 12)
     refuse_collected(store, 10)
-    with pytest.raises(Collected, match="snapshot 10 can") as gone:
+    with pytest.raises(Collected, match="snapshot 10 exists") as gone:
         refuse_collected(store, 3)
     assert gone.value.newer == 10
     store.delete([k for k in store.list(layout.SNAPSHOTS) if k.endswith(".safetensors")])
@@ -308,7 +308,7 @@ def test_what_is_collected_while_a_slow_reader_looks_is_not_lost() -> None:
 
     store = Slow()
     fill(store, 6)
-    with pytest.raises(Collected, match="snapshot 15 can"):
+    with pytest.raises(Collected, match="snapshot 15 exists"):
         refuse_collected(store, 3)
 
 
@@ -446,7 +446,7 @@ def test_a_replica_that_stalled_below_the_floor_must_join_again(seats: Any) -> N
     for seat in (a, b, stalled):
         seat.join()
     rounds(a, b, 9)
-    with pytest.raises(Collected, match=r"step 0 cannot be read any more .* snapshot 8 can"):
+    with pytest.raises(Collected, match=r"step 0 cannot be read any more .* snapshot 8 exists"):
         stalled.rv.catch_up()
     from tests.rendezvous.test_engine import Seat
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "inner" / "settings" / "trl_fields.py"
-HEAD = '''"""The settings of TRL's GRPOConfig by their types; made and compared by tests/support/trl_table.py.
+HEAD = '''"""Lists the settings of TRL's GRPOConfig with their types; tests/support/trl_table.py writes and checks it.
 
 No torch here.
 """
