@@ -163,7 +163,7 @@ def other_fence(raw: dict[str, Any]) -> dict[str, Any]:
 EDITS: dict[str, tuple[Any, str]] = {
     "time": (lambda raw: {"at": 1.0}, "was altered"),
     "pace": (lambda raw: {"pace": 7.0}, "was altered"),
-    "snapshot": (lambda raw: {"snapshot": 0}, "was altered"),
+    "snapshot": (lambda raw: {"snapshot": raw["snapshot"] ^ 1}, "was altered"),
     "fence": (other_fence, "names r00-7, and no session claimed that"),
     "closer": (lambda raw: {"by": "r07-3"}, "names r07-3, and no session claimed that"),
     "no closer": (lambda raw: {"by": "me"}, "names 'me' as its closer"),
