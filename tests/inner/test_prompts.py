@@ -133,8 +133,12 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
     [
         ("a.csv", b"prompt,answer,answer\n1,2,3\n", "the header names the column 'answer' twice"),
         ("a.csv", b"prompt,prompt,answer\n1,2,3\n", "the header names the column 'prompt' twice"),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}'), r"gzip\. Next: `gunzip -c a\.jsonl > unpacked-a\.jsonl`"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}'), r"gzip\. Next: `gunzip -c a\.jsonl\.gz > a\.jsonl`"),
+        (
+            "a.jsonl",
+            gzip.compress(b'{"prompt": "x"}', mtime=0),
+            r"gzip\. Next: `gunzip -c a\.jsonl > unpacked-a\.jsonl`",
+        ),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', mtime=0), r"gzip\. Next: `gunzip -c a\.jsonl\.gz > a\.jsonl`"),
         ("a.xlsx", b"PK\x03\x04", r"is a zip archive \(\.xlsx is one, too\)\. .* save the table as \.csv"),
         ("a.jsonl", b"PAR1", r"is a Parquet file\. Name it \.parquet"),
         ("a.jsonl", b"<!DOCTYPE html>", "is a web page"),
