@@ -256,6 +256,7 @@ def test_a_budget_that_cannot_count_the_boxes_is_refused_before_the_start(folder
 
 
 @real
+@pytest.mark.slow
 def test_the_boxes_of_a_run_count_for_its_spending_limit(tmp_path: Path) -> None:
     write_task(tmp_path / "tasks/one", test="echo 1 > /logs/verifier/reward.txt\n")
     settings = LIVE.format(boxes="local", model=small_folder()).replace("steps = 1", "steps = 500")

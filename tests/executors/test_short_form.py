@@ -252,6 +252,7 @@ def test_a_block_leaves_neither_container_nor_app_nor_dict_on_modal(platform: Mo
     assert ModalExecutor().find(handle.run) == []
 
 
+@pytest.mark.slow
 def test_all_that_lives_on_a_platform_is_ended_by_one_command(platform: ModalPlatform, run, tmp_path, capsys) -> None:
     there = platform.executor()
     (handle,) = there.launch_replicas([spec(run, tmp_path, "waits")])
