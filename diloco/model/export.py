@@ -23,17 +23,15 @@ from diloco.model.start_model import first_arrays, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import ConfigError, OuterConfig
-from diloco.run.record import ModelRecord, Run, read_run
+from diloco.run.record import ModelRecord, Run, read_model, read_run
 from diloco.run.sections import keep_bytes
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
 from inner.train.build import load_dequantised, load_start
-from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
-from rendezvous.errors import RecordsLost
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit
@@ -188,16 +186,11 @@ def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
 
 def model_record(run: Run) -> ModelRecord:
     """Return the record of the run's model.   Raises RecordsLost if it is gone, ConfigError if it is not there yet."""
-    body = run.store.get(layout.MODEL_MANIFEST)
-    if body is None and any(run.store.get(key) is not None for key in (layout.snapshot_key(0), layout.commit_key(0))):
-        raise RecordsLost(
-            f"{run.url}/{layout.MODEL_MANIFEST} is lost, though the run has begun: without it nobody knows the order "
-            "and the shapes of its parameters. Restore it from a backup before you resume the run"
+    if (record := read_model(run)) is None:
+        raise ConfigError(
+            f"{run.url} ({run.config.name}) has no model yet: it is published when the first replicas start"
         )
-    if body is None:
-        name = run.config.name  # raises ConfigError for a run by make_diloco, which has no model in its bucket
-        raise ConfigError(f"{run.url} ({name}) has no model yet: it is published when the first replicas start")
-    return ModelRecord.decode(body)
+    return record
 
 
 def _copy_others(start: Path, to: Path, left_out: Container[str] = ()) -> None:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from diloco.model.fetch import fetch_files
 from diloco.process.disk import full_disk_words, is_full
 from diloco.run.config import ConfigError
-from diloco.run.record import ModelRecord, Run, read_run
+from diloco.run.record import ModelRecord, Run, read_model, read_run
 from inner.models.naming import is_on_hub
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step, lost_record
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError
 from rendezvous.records.digests import SHA256, digest, required_digest_kind
@@ -60,16 +59,13 @@ def publish(url: str) -> int:
 
 def publish_model(run: Run, clock: Clock) -> ModelRecord:
     """Build or load the start model, check the user's code, upload files that the Hub lacks, then the manifest."""
-    body = run.store.get(layout.MODEL_MANIFEST)
-    if body is not None:
-        return ModelRecord.decode(body)
+    if (stands := read_model(run)) is not None:  # RecordsLost: the folder may hold other weights by now
+        return stands
     if run.record.parent.url:
         raise ConfigError(
             f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Repeat the command "
             f"that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
         )
-    if any(run.store.get(key) is not None for key in (layout.snapshot_key(0), layout.commit_key(0))):
-        raise lost_record(run.url, layout.MODEL_MANIFEST, first_open_step(run.store))  # other weights may be there now
     import inner
 
     with tempfile.TemporaryDirectory() as scratch:

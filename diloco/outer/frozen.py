@@ -1,4 +1,4 @@
-"""What no outer step averages: frozen weights, their scales in 4 bits, and saved buffers.
+"""Compares the parts of a model that no outer step averages: frozen weights, their 4-bit scales, saved buffers.
 
     a session begins    digest = the manifest's "base" (an adapter), or run.json's (a script)?    no: WrongRun
     it ends             the same digest?                                                          no: Diverged

@@ -9,18 +9,12 @@ Without this, Python raises ENOSPC or EPIPE in `print`, keeps the text, and fail
 of the process.  So a replica or a supervisor would end because it prints.  This file drops text that cannot be
 written, without a report.
 
-    SIGHUP    sent when a terminal is closed: handled like SIGTERM, unless it is ignored already (`nohup`)
-
 Not promised: text that could not be written.
 """
 
 import errno
 import io
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TextIO, cast
 
 from inner.printable import printable
@@ -74,41 +68,6 @@ def survive_lost_output() -> None:
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
             lossy = _lossy_stream(fd, raw_output(here))
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)
-
-
-def asking_signals() -> list[signal.Signals]:
-    """Return the signals by which a user, a platform or a closed terminal asks a process to end."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGTERM, signal.SIGINT, *[signal.SIGHUP] * hangs_up]
-
-
-def hear_asking(act: Callable[[], object], numbers: Iterable[int] | None = None) -> dict[int, Any]:
-    """Call act() at a signal that asks this process to end; return the handlers before.   numbers: default: all.
-
-    A forked child has Python's own handlers: a reward's multiprocessing.Pool ends its workers with SIGTERM.
-    """
-    _ours.append(lambda *_: act())
-    numbers = asking_signals() if numbers is None else numbers
-    return {number: signal.signal(number, _ours[-1]) for number in numbers}
-
-
-def _mask(how: int) -> None:
-    if _ours:
-        signal.pthread_sigmask(how, asking_signals())
-
-
-def _forget_in_child() -> None:
-    for number in asking_signals():
-        if signal.getsignal(number) in _ours:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _mask(signal.SIG_UNBLOCK)  # a signal that came after the fork meets these handlers
-
-
-_ours = list[Any]()
-_let_through = partial(_mask, signal.SIG_UNBLOCK)
-os.register_at_fork(
-    before=partial(_mask, signal.SIG_BLOCK), after_in_parent=_let_through, after_in_child=_forget_in_child
-)
 
 
 def _lossy_stream(fd: int, like: TextIO) -> io.TextIOWrapper:

@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from diloco.process import exitcodes
-from diloco.process.output import asking_signals, hear_asking
 from diloco.process.processes import describe_exit
+from diloco.process.signals import asking_signals, hear_asking
 
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work

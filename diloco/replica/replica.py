@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 from diloco.model.fetch import fetch_files, fetch_model
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
-from diloco.process.output import hear_asking, survive_lost_output
+from diloco.process.output import survive_lost_output
 from diloco.process.processes import is_named_alive
 from diloco.process.session import Session
+from diloco.process.signals import hear_asking
 from diloco.run.config import BUCKET, ConfigError, RunConfig, derive_seed
 from diloco.run.founding import refuse_layout
 from diloco.run.record import ModelRecord, Run, read_run

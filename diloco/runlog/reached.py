@@ -4,7 +4,7 @@
     commits   ● ● ○ ● ●                                                      so ○ is lost
               0   └── the first one missing
 
-A commit is written before every record that names it, and no register is deleted.  So records are listed first and
+A commit is written before every record that names it, and no run deletes commits.  So records are listed first and
 commits are read last: a run that goes on meanwhile loses nothing here.
 
 Not promised: a loss after which no record was written, or of which LIST does not tell (it may lag).
@@ -37,13 +37,13 @@ class LostCommit:
 
     def in_words(self) -> str:
         return (
-            f"commit {self.step} is missing, though {self.witness} is of step {self.reached}. Registers are never "
-            "deleted: the bucket was edited, or lost objects; restore it from a backup"
+            f"commit {self.step} is missing, though {self.witness} is of step {self.reached}. No run deletes "
+            "commits: the bucket was edited, or lost objects; restore it from a backup"
         )
 
 
 def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS) -> LostCommit | None:
-    """Return the first commit from `head` on that is lost; None if there is none.   head: commits below it exist."""
+    """Return the first lost commit from `head` on; None if no commit is lost.   head: commits below it exist."""
     keys = [key for folder in folders for key in store.list(folder)]
     reached, witness = newest_witness(store, keys, head)
     while head < reached and store.get(layout.commit_key(head)) is not None:

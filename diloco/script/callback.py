@@ -38,8 +38,8 @@ from diloco.outer.make import make_diloco, outer_config
 from diloco.outer.managers.manager import StoreManager
 from diloco.outer.ranks.lead import lead, tell
 from diloco.process import exitcodes
-from diloco.process.output import asking_signals, hear_asking
 from diloco.process.session import Session
+from diloco.process.signals import asking_signals, hear_asking
 from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas
 from diloco.run.script import REPLICAS, SLOT, URL

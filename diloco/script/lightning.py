@@ -20,7 +20,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from diloco.outer.ranks.group import launched_ranks
-from diloco.process.output import asking_signals
+from diloco.process.signals import asking_signals
 from diloco.run.config import OuterError
 from diloco.script.callback import ALONE, DiLoCoCallback, total_steps
 from rendezvous.layout import slot_index

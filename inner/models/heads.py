@@ -4,7 +4,7 @@
     LlamaModel, and no file has a head               a base model: its head begins at random     a warning
     LlamaForSequenceClassification, score.weight     a head that writes no text                  InnerError
 
-Not promised: to know a head whose name nobody else uses.
+Not promised: that a head with a name of its own is recognised.
 """
 
 import re

@@ -216,7 +216,8 @@ def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Ma
 
 
 def _ids_of(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(HALF.sub("\ufffd", text), add_special_tokens=False)["input_ids"]  # of half characters it dies
+    whole = HALF.sub("\ufffd", text)  # no tokenizer reads half characters
+    return tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
 def _try_row(

@@ -19,7 +19,7 @@ import pytest
 from diloco.model.publish import publish
 from diloco.process import exitcodes
 from diloco.process.disk import remove_left_behind, retry_when_full
-from diloco.process.output import asking_signals
+from diloco.process.signals import asking_signals
 from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
 from executors.cli.looking.status import status_table
@@ -277,7 +277,7 @@ def test_a_closed_terminal_asks_like_a_sigterm_and_nohup_is_heeded() -> None:
 
 FORKS = """
 import multiprocessing, os, signal, time
-from diloco.process.output import hear_asking
+from diloco.process.signals import hear_asking
 heard = []
 hear_asking(lambda: heard.append(1))
 with multiprocessing.get_context("fork").Pool(2) as pool:

@@ -33,7 +33,7 @@ from diloco.process import exitcodes
 from diloco.run.config import ConfigError
 from diloco.run.footprint import footprint
 from diloco.run.founding import open_run
-from diloco.run.record import ModelRecord, read_run
+from diloco.run.record import ModelRecord, Parent, read_model, read_run
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.drawn import refuse_drawn
@@ -44,9 +44,10 @@ from inner.settings.task import LoraSettings
 from inner.train.build import load_start
 from rendezvous import layout
 from rendezvous.clock import SystemClock
-from rendezvous.errors import WrongRun
+from rendezvous.errors import RecordsLost, WrongRun
 from rendezvous.records.records import Snapshot
 from rendezvous.snapshots import record as snapshots
+from rendezvous.stores.files import FileStore
 from rendezvous.stores.open import open_store
 from tests.rendezvous.test_engine import Seat, bucket
 from tests.support.audit import check_run
@@ -420,8 +421,35 @@ def test_no_other_model_is_published_where_the_manifest_is_lost(
     run.store.put(stands, b"{}")
     before = sorted(run.store.list(""))
     assert publish(run.url) == exitcodes.USER_ERROR
-    assert "model/manifest.json is gone, though this run has reached step" in capsys.readouterr().err
+    assert "model/manifest.json is lost, though the run has begun" in capsys.readouterr().err
     assert sorted(run.store.list("")) == before
+
+
+def test_a_model_that_is_published_between_two_looks_is_not_lost(tmp_path: Path) -> None:
+    """A second publisher saw no manifest, slept, and then saw snapshot 0 of the first publisher's replicas."""
+    run = open_run(config(tmp_path), str(tmp_path / "run"), SystemClock())
+    record = ModelRecord({}, [], "0" * 16, 1.0)
+
+    class Slow(FileStore):
+        def get(self, key: str) -> bytes | None:
+            found = super().get(key)
+            if key == layout.MODEL_MANIFEST and found is None:
+                run.store.put(key, record.encode())
+                run.store.put(layout.snapshot_key(0), b"{}")
+            return found
+
+    assert read_model(replace(run, store=Slow(tmp_path / "run"))) == record
+
+
+def test_a_fork_that_was_killed_before_its_manifest_is_no_lost_run(tmp_path: Path) -> None:
+    """A fork writes snapshot 0 first; only a commit proves that the manifest was there."""
+    run = open_run(config(tmp_path), str(tmp_path / "run"), SystemClock())
+    fork = replace(run, record=replace(run.record, parent=Parent(url="file:///a/run")))
+    run.store.put(layout.snapshot_key(0), b"{}")
+    assert read_model(fork) is None
+    run.store.put(layout.commit_key(0), b"{}")
+    with pytest.raises(RecordsLost, match=r"manifest\.json is lost, though the run has begun"):
+        read_model(fork)
 
 
 def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() -> None:

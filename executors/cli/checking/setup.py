@@ -5,7 +5,8 @@
 
 The first step that is not ok ends the setup, because the later steps need it.
 
-Not promised: that your account may rent GPUs, which needs a plan or credits.  Only a launch shows it; setup has none.
+Not promised: that your account may rent GPUs, which needs a plan or credits.  Only a launch shows it, and setup
+launches nothing.
 """
 
 import shlex

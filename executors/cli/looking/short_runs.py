@@ -39,7 +39,7 @@ def platform_of(url: str) -> str:
     return scheme if scheme in EXECUTORS else ""
 
 
-def is_headless(url: str) -> bool:
+def has_lost_run_json(url: str) -> bool:
     """Whether a folder of this machine has records of an ordinary run, which has lost its run.json."""
     folder = Path(url.removeprefix("file://"))
     return any((folder / name).exists() for name in ("steps", "control", "replicas"))
@@ -87,7 +87,7 @@ class ShortRun:
         unknown = f", and {len(statuses) - len(known)} of unknown cost" if len(known) < len(statuses) else ""
         live = sum(not s.state.ended for s in statuses)
         head = f"{self.url}: {live} of {len(statuses)} live, {dollars(sum(known))} so far{unknown}"
-        lost = f"its {layout.RUN} is lost" if is_headless(self.url) else ""
+        lost = f"its {layout.RUN} is lost" if has_lost_run_json(self.url) else ""
         why = lost or "started by launch_replicas, so there is no outer step"
         return [f"{head}; {why}", *map(self._line, statuses)]
 
@@ -105,7 +105,7 @@ def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purg
 
     Raise RecordsLost for an ordinary run without run.json, of which only `stop` is answered: it ends the processes.
     """
-    if verb != "stop" and is_headless(run.url):
+    if verb != "stop" and has_lost_run_json(run.url):
         raise RecordsLost(
             f"{run.url}/{layout.RUN} is lost, though other records of the run are there. Restore it from a backup; "
             "`diloco stop` still ends the run's processes"

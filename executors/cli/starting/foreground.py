@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from diloco.process import exitcodes, processes
-from diloco.process.output import asking_signals
+from diloco.process.signals import asking_signals
 from diloco.run.founding import refuse_lost_run
 from diloco.run.record import Run
 from diloco.runlog.reader import Reader, Report
