@@ -370,17 +370,19 @@ class _Recorded(BucketPlaces):
         )  # fmt: skip
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
-        """Return the bundle that the session trained on.
+        """Return the bundle that the session trained on: its own, if it made one.
 
         If it is a later attempt, the session refused those before it.
         """
-        self._refused.clear()
-        found = super().find(place, unfit)
-        self._to.off += self._refused if found is None else []
+        for self._anew in (True, False):
+            self._refused.clear()
+            if (found := super().find(place, unfit)) is not None:
+                return found
+        self._to.off += self._refused
         self._attempt = 0
-        if found is None and not self.lost and (self._has_actors or self._has_verdict(place)):
+        if not self.lost and (self._has_actors or self._has_verdict(place)):
             self.lost = f"{self._key(place)} is gone or cannot be used, and may be an actor's rollouts"
-        return found
+        return None
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         if body == VOID:

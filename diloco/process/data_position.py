@@ -36,6 +36,13 @@ def read_offers(store: Readable, until: int, together: Together) -> dict[str, li
     return found
 
 
+def uncounted_sessions(offers: Iterable[Listed], generation: int) -> int:
+    """Return how many sessions of a slot ended before `generation`, one after the other, without a counted offer.
+
+    offers: the slot's counted ones."""
+    return generation - 1 - max((offer.generation for offer in offers if offer.generation < generation), default=0)
+
+
 def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
     """Return how many inner steps of a slot's data its counted offers cover."""
     began = reached = generation = 0

@@ -122,11 +122,9 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
-    """Return the run.  Retry if the store does not answer.
+    """Return the run.  Retry if the store does not answer: the exit code would be GAVE_UP, which ends the whole run.
 
-    The reason: without an answer the exit code is GAVE_UP, which ends the whole run.  After this call, the session's
-    store retries by itself.
-    """
+    After this call, the session's store retries by itself."""
     until, told = clock.now() + patience_s, False
     while True:
         try:
@@ -390,10 +388,13 @@ def evaluator_of(
 
 
 def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
-    """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are kept."""
-    seed = run.config.seed
-    noise = derive_seed(seed, slot, 1 if run.config.fleet.record_rollouts else generation)
-    return Seeds(derive_seed(seed, slot), noise, share=share_of(run.config, slot))
+    """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are shared."""
+    number, seed = generation, run.config.seed
+    if generation > 1 and run.config.fleet.record_rollouts:
+        from diloco.replica.rollouts import makes_anew
+
+        number = generation if makes_anew(run, slot, generation) else 1
+    return Seeds(derive_seed(seed, slot), derive_seed(seed, slot, number), share=share_of(run.config, slot))
 
 
 def data_position(run: Run, step: int, *, slot: str, generation: int) -> int:

@@ -10,6 +10,9 @@ trains them.  A bundle of an earlier t has older weights: an actor's, which has 
 fleet.staleness outer steps older; a session's is not.  An actor's has to pass the door (door.py), too.  This depends
 only on the chain and on records, so every session of a slot decides alike.
 
+A bundle may be the reason why a session ends: rollouts that are too long for the device's memory.  So a session whose
+two predecessors ended without counted work passes over the bundles of others, and has a noise of its own.
+
 A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
 
 With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
@@ -23,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diloco.process.data_position import read_offers, uncounted_sessions
 from diloco.run.combinations import staleness_of
 from diloco.run.sections import keep_bytes
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
 from rendezvous import layout
-from rendezvous.background import Background, Emit, Worker, submit_reported
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.background import Background, Emit, Worker, submit_reported, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import read_reach
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 PATIENCE_S = 30.0
+UNLUCKY = 2  # sessions of a slot without counted work, after which the next one makes its own rollouts
 
 
 def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable[[], None]:
@@ -58,11 +64,12 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     bucket = session.rv.store.store  # without retries: the session's own store waits out a full disk
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
+    anew = makes_anew(run, session.rv.slot, session.rv.generation)
     group: Group | None = getattr(loop, "group", None)  # of the ranks (ranks.py)
     each = [
         BucketPlaces(
             bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
-            by=session.rv.generation, engine=engine, staleness=ahead,
+            by=session.rv.generation, engine=engine, staleness=ahead, anew=anew,
         )
         for _ in range(group.count if group else 1)
     ]  # fmt: skip
@@ -91,6 +98,14 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     leading = LeadingPlaces(group, each)
     record_rollouts(trainer, leading)
     return leading.tell
+
+
+def makes_anew(run: "Run", slot: str, generation: int) -> bool:
+    """Whether this session passes over the bundles of others: UNLUCKY sessions ended before it without counted work."""
+    if generation <= UNLUCKY:
+        return False
+    offers = read_offers(run.store, first_open_step(run.store), together_on(run.store))
+    return uncounted_sessions(offers.get(slot, ()), generation) >= UNLUCKY
 
 
 class OldBundles:
@@ -135,12 +150,13 @@ class BucketPlaces:
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
     staleness: outer steps by which an actor's bundle may be older.   actor: the name of an actor that puts.
+    anew: whether the bundles of all others are passed over.
     after_put: called when a place has its bundle.   door: decides which bundles of actors are used; None: all.
     """
 
     def __init__(
         self, store: Store, clock: Clock, emit: Emit, *, run: str, slot: str, by: int, engine: str, staleness: int = 0,
-        actor: str = "",
+        actor: str = "", anew: bool = False,
     ) -> None:  # fmt: skip
         self.store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
         self._clock = clock
@@ -151,6 +167,7 @@ class BucketPlaces:
         self._engine = engine
         self._staleness = staleness
         self._actor = actor
+        self._anew = anew
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free one of the newest place
         self._outer, self._found, self._expired = -1, 0, 0  # of the newest place's outer step
@@ -268,6 +285,8 @@ class BucketPlaces:
         record, payload = read_record(body)
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
+        if self._anew and record.by != self._by:
+            return None, ""
         age = place.outer - record.step
         if not 0 <= age <= (self._staleness if record.actor else 0) or (record.actor and self.own_only):
             self._expired += bool(record.actor)

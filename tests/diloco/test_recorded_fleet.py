@@ -15,6 +15,7 @@ import torch
 from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze
+from diloco.process.data_position import uncounted_sessions
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
 from diloco.run.sections import FleetConfig
@@ -91,6 +92,23 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     shutil.copy(first, first.with_name("0000.1.bundle"))  # as if the session had refused a broken one before
     _flip(first)
     assert [blob for _, blob, _, _ in audited(killed).off] == [again.off[0][1]]
+
+
+@pytest.mark.timeout(300)
+def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path) -> None:
+    """A generation that is too long for the device's memory ended every replacement, which trained on it again."""
+    fleet = a_fleet(tmp_path)
+    fleet.start("r00")
+    fleet.start("r01", die="before:create:.bundle@3").join()
+    fleet.start("r01", die="before:create:.bundle@1").join()
+    fleet.start("r01")
+    assert fleet.wait() == {"r00": [0], "r01": [-9, -9, 0]}, fleet.logs()
+    found = audited(fleet)
+    assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
+    first, second = sorted(Path(fleet.url).glob("rollouts/r01/0000000000/*.bundle"))
+    (old, _), (new, payload) = read_record(first.read_bytes()), read_record(second.read_bytes())
+    assert (old.by, new.by) == (1, 3) and old.digest != new.digest  # other random numbers, too
+    assert len(Bundle.unpack(bytes(payload)).ids) == 16
 
 
 @pytest.mark.timeout(300)
@@ -201,6 +219,23 @@ def test_the_faster_process_wins_and_both_train_on_its_bundle() -> None:
     other, _ = a_bundle()
     stands = slow.put(HERE, other, FITS)
     assert stands is not other and stands.pack() == made.pack()
+
+
+def test_after_two_unlucky_sessions_only_own_bundles_count() -> None:
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    places(store).put(HERE, made, FITS)
+    third = places(store, told := list[Any](), by=3, anew=True)
+    assert third.find(HERE, FITS) is None
+    other, _ = a_bundle()
+    assert third.put(HERE, other, FITS) is other and not told
+    again = places(store, by=3, anew=True).find(HERE, FITS)
+    assert again is not None and again.pack() == other.pack()
+
+
+def test_sessions_without_counted_work_are_counted_from_the_last_that_had_some() -> None:
+    counted = [SimpleNamespace(generation=g) for g in (1, 1, 4)]
+    counts = [uncounted_sessions(counted, generation) for generation in (1, 2, 3, 4, 5, 6, 7)]  # pyright: ignore
+    assert counts == [0, 0, 1, 2, 0, 1, 2] and uncounted_sessions([], 3) == 2
 
 
 def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:

@@ -21,9 +21,9 @@ import torch
 
 from diloco.actor.actor import IDLE_S, LONGEST_IDLE_S, Actor
 from diloco.actor.places import Pace
-from diloco.process.data_position import counted_inner_steps, read_offers
+from diloco.process.data_position import counted_inner_steps, read_offers, uncounted_sessions
 from diloco.replica.door import DoorFinding, RolloutDoor
-from diloco.replica.rollouts import BucketPlaces
+from diloco.replica.rollouts import UNLUCKY, BucketPlaces
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace, TooFar
 from rendezvous import layout
@@ -77,7 +77,7 @@ class Generations:
         self.clock = clock
         self.places = BucketPlaces(
             store, clock, self._tell, run=RUN, slot=self.p.slot, by=self.rv.generation, engine="sim",
-            staleness=self.plan.staleness,
+            staleness=self.plan.staleness, anew=self._makes_anew(),
         )  # fmt: skip
         if self.plan.share:
             self.places.door = RolloutDoor(
@@ -86,6 +86,11 @@ class Generations:
             )  # fmt: skip
         self.is_lost = False
         self.data = self._begin()
+
+    def _makes_anew(self) -> bool:
+        """As in the product: sessions that end without counted work may end because of the bundles."""
+        offers = read_offers(self.rv.store, self.rv.step, in_turn).get(self.p.slot, ())
+        return uncounted_sessions(offers, self.rv.generation) >= UNLUCKY
 
     def _begin(self) -> int:
         """Return the first inner step, as `data_position` and `_go_on_in_data` of the product do."""

@@ -234,5 +234,6 @@ ACTED_BUGS: dict[str, Bug] = {
     "all actors take the nearest": Bug(attr(acting_process, "chosen_place", the_first), calm_acted),
     "an actor sees no bundles": Bug(attr(acting_process, "filled_places", lambda store: lambda *_: False), calm_acted),
     "a replacement begins in front": Bug(attr(acting, "counted_inner_steps", always_from_the_front), deadly),
+    "an unlucky life shares": Bug(attr(acting, "uncounted_sessions", lambda *_: 0), deadly),
     "a replacement counts rounds": Bug(attr(acting, "counted_inner_steps", by_rounds), deadly),
 }

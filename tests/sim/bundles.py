@@ -2,7 +2,8 @@
 
 only what stands is trained        in this run, slot and place, whole, with log-probs if an actor's
 nothing is too old                 0 ≤ outer step − record's step ≤ S; 0 of a session's own
-a place is trained once            by a life; and by all lives of its slot on the same bytes
+a place is trained once            by a life; and by all lives of its slot on the same bytes, but for unlucky ones
+an unlucky life trains its own     after two lives of its slot without a counted offer, which bundles may have ended
 no lie is trained                  where the door checks every bundle
 an offer has its inner steps       and a replacement begins where the offers that count end
 no replica waits for an actor      a generation takes no longer than the sampling
@@ -68,6 +69,7 @@ class Ledger:
         self._by_place: dict[tuple[str, int, int], str] = {}
         self._by_life: dict[int, int] = {}  # process -> its newest generation
         self._excused: set[tuple[str, int, int]] = set()
+        self._unlucky: set[int] = set()  # processes
         self._asked: dict[int, Counter[str]] = {}
 
     def sample(self, slot: str, generation: int, by: str, weights: int, *, logprobs: bool = False) -> "Bundle":
@@ -104,11 +106,15 @@ class Ledger:
         """A life begins in its data; with one fragment, after all inner steps of its slot's offers that count."""
         rv, rules = process.rv, self.w.plan.rules
         assert rv is not None
+        offers = [o for c in self.w.observer.commits[: rv.step] for o in c.offers if o.slot == process.slot]
+        if all(o.generation >= rv.generation or o.generation < rv.generation - 2 for o in offers) and rv.generation > 2:
+            self._unlucky.add(process.id)
+            self.w.fired["unlucky lives"] += 1
         if rules.fragments > 1 or self.w.plan.tau:
             return
-        counts = [o.h for c in self.w.observer.commits[: rv.step] for o in c.offers if o.slot == process.slot]
-        if start != (sum(counts) if rv.generation > 1 else 0):
-            self._broken("a replacement goes on in its data", f"{process.slot} at {start}, counted {sum(counts)}")
+        counted = sum(o.h for o in offers)
+        if start != (counted if rv.generation > 1 else 0):
+            self._broken("a replacement goes on in its data", f"{process.slot} at {start}, counted {counted}")
 
     def trained(
         self, process: Process, place: "BundlePlace", bundle: "Bundle", *, is_lost: bool, is_made: bool, took: float,
@@ -125,7 +131,10 @@ class Ledger:
             self._excused.add(where)
             return
         self._stands(place, slot, number)
-        self._same(where, number)
+        if process.id in self._unlucky:
+            self._is_own(process, place, number)
+        else:
+            self._same(where, number)
 
     def _stands(self, place: "BundlePlace", slot: str, number: str) -> None:
         told = [record for record, sample in self._bundles(place, slot) if sample == number]
@@ -136,6 +145,12 @@ class Ledger:
         honest = int(number) not in self.lies
         if (self.plan.share == 1.0 or honest) and true not in [record["step"] for record in told]:
             self._broken("no lie is trained", f"{slot} {place}: weights {true}, told {[r['step'] for r in told]}")
+
+    def _is_own(self, process: Process, place: "BundlePlace", number: str) -> None:
+        assert process.rv is not None
+        by = [record["by"] for record, sample in self._bundles(place, process.slot) if sample == number]
+        if by != [process.rv.generation]:
+            self._broken("an unlucky life trains its own", f"{process.slot} {place}: by {by}")
 
     def _bundles(self, place: "BundlePlace", slot: str) -> list[tuple[dict[str, Any], str]]:
         """Return the whole bundles that stand in a place."""
