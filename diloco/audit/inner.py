@@ -28,12 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.audit.verify import UNSEEN, Difference, Verdict
+from diloco.audit.verdict import UNSEEN, Difference, Verdict
 from diloco.model.contributions import read_mean
 from diloco.model.export import model_record, start_arrays, start_folder
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.make import make_diloco
+from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
@@ -150,11 +151,9 @@ class _Checked(Exception):
     """The error that ends the training after a session's last offer."""
 
 
-class _Session:
+class _Session(StandIn):
     """A repeat of one session's inner steps.  It stands in for the Manager and the OuterRounds of its OuterLoop."""
 
-    _use_async_quorum = False
-    done_with_delta = True
     behind = fenced = alone = done = False
     h_cap = 1 << 53
     why = ""
@@ -279,19 +278,8 @@ class _Session:
 
     def close(self, reason: str) -> None: ...
 
-    def start_quorum(self, *_: Any, **__: Any) -> None: ...
-
-    def should_commit(self, *_: Any, **__: Any) -> bool:
-        return True
-
     def current_step(self) -> int:
         return self._step + (self._taken is not None)
-
-    def register_state_dict_fn(self, *_: Any) -> None: ...
-
-    def allow_state_dict_read(self) -> None: ...
-
-    def disallow_state_dict_read(self) -> None: ...
 
     def _averaged(self) -> int:
         """Return how many replicas the newest commit averaged; before the first one, how many the run wants."""

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.audit.verify import Verdict, verify, why_ineligible
+from diloco.audit.records import why_ineligible
+from diloco.audit.verdict import Verdict
+from diloco.audit.verify import verify
 from diloco.model.give_back import plan_gc
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from diloco.outer.flat import layout_of
 from diloco.outer.frozen import frozen_digest
+from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.ranks.fragment import SharedFragment
 from diloco.outer.ranks.group import Group
 from diloco.outer.rounds import Work
@@ -61,13 +62,10 @@ class Word(NamedTuple):
     left: int = 0
 
 
-class Led:
+class Led(StandIn):
     """torchft's names and the OuterRounds of a replica of several ranks.
 
     make: called on rank 0; the other ranks need none.   Raises an error of `make` on rank 0, Followed on the others."""
-
-    _use_async_quorum = False  # torchft reads this private name; it must be falsy
-    done_with_delta = True
 
     def __init__(self, group: Group, make: "Callable[[], StoreManager] | None" = None) -> None:
         self.group = group
@@ -155,16 +153,6 @@ class Led:
     def num_participants(self) -> int:
         """Return the number of replicas in the newest outer step; before the first, of all wanted replicas."""
         return self._word.participants
-
-    # ---------------------------------------------------------------- torchft's other names
-
-    def start_quorum(self, *_: Any, **__: Any) -> None: ...
-    def register_state_dict_fn(self, *_: Any) -> None: ...
-    def allow_state_dict_read(self) -> None: ...
-    def disallow_state_dict_read(self) -> None: ...
-
-    def should_commit(self, *_: Any, **__: Any) -> bool:
-        return True
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
         """Offer rank 0's tensor, which is all of Δ. The returned Work waits for the commit, on every rank."""

@@ -1,0 +1,88 @@
+"""The result of an audit: differences from the records, and what was not checked.
+
+    differs   step, blob, replica, text          gone   in a run that keeps all: a difference; else: unchecked
+
+Not promised: an order; the checks add their findings as they come.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rendezvous.keeping.garbage import blob_stands
+from rendezvous.store import Store
+
+UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--inner takes them again)"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference from the records.   slot: of the replica that it concerns, or ""."""
+
+    step: int
+    blob: str
+    slot: str
+    text: str
+
+    def in_words(self) -> str:
+        of = f", {self.slot}" if self.slot else ""
+        return f"step {self.step}{of}: {self.blob}: {self.text}"
+
+
+@dataclass
+class Verdict:
+    """The result.   thetas: steps whose θ was computed.   from_deltas, as_announced: steps, by their mean's source."""
+
+    thetas: list[int] = field(default_factory=list[int])
+    from_deltas: list[int] = field(default_factory=list[int])
+    as_announced: list[int] = field(default_factory=list[int])
+    differences: list[Difference] = field(default_factory=list[Difference])
+    unchecked: list[str] = field(default_factory=list[str])
+    digests: dict[int, str] = field(default_factory=dict[int, str])
+    inner: str = ""  # what `diloco verify --inner` found (audit/inner.py)
+
+    @property
+    def good(self) -> bool:
+        return not self.differences and bool(self.thetas)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"good": self.good, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """Return the verdict as lines of text."""
+        reach = f"{self.thetas[0]} to {self.thetas[-1]}" if self.thetas else "of no step"
+        means = f"{len(self.from_deltas)} means from their deltas, {len(self.as_announced)} as announced"
+        found = [f"differs: {one.in_words()}" for one in self.differences]
+        equal = "everything that was compared is equal" if self.thetas else "nothing could be compared"
+        last = f"{len(found)} differences" if found else equal
+        inner = [self.inner] if self.inner else []
+        return [
+            f"θ computed again: {reach} ({means})",
+            *inner,
+            *found,
+            *(f"not checked: {u}" for u in self.unchecked),
+            last,
+        ]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """A verdict that the checks write.   store: of the run.   keeps_all: whether the run deletes no blob."""
+
+    verdict: Verdict
+    store: Store
+    keeps_all: bool
+
+    def differs(self, step: int, blob: str, slot: str, text: str) -> None:
+        self.verdict.differences.append(Difference(step, blob, slot, text))
+
+    def not_checked(self, text: str) -> None:
+        self.verdict.unchecked.append(text)
+
+    def missing(self, step: int, blob: str, slot: str = "") -> None:
+        """Note a blob that is too short or gone.   An old one was deleted; in a run that keeps all, it differs."""
+        if blob_stands(self.store, blob, 1):
+            self.differs(step, blob, slot, "is shorter than announced")
+        elif self.keeps_all:
+            self.differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
+        else:
+            self.not_checked(f"step {step}: {blob} is gone (collected, fleet.keep)")
