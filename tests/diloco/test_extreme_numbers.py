@@ -14,6 +14,7 @@ from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
+from executors.cli.watch.panes import Panes
 from executors.cli.watch.looks import RunLooks
 from rendezvous.clock import SystemClock
 from tests.executors.test_watch_view import play, screen, whole
@@ -81,7 +82,7 @@ def test_the_view_shows_what_it_can(extreme: Path, monkeypatch: pytest.MonkeyPat
 def test_a_pane_that_fails_leaves_the_others(played: PuppetRun, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = RunLooks(open_view(played.url, COSTS), SystemClock())
     monkeypatch.setattr("executors.cli.watch.words.metric_line", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(WatchApp, "_draw_curves", lambda self, picture: 1 / 0)
+    monkeypatch.setattr(Panes, "draw_curves", lambda self, picture, metric: 1 / 0)
 
     async def script(app: WatchApp, pilot: object) -> None:
         text = "\n".join(screen(app))

@@ -154,9 +154,9 @@ def test_m_chooses_the_next_curve_and_a_shows_every_session(mine) -> None:
     looks = looks_at(b, 10)
 
     async def many(app, pilot) -> None:
-        assert len(app._drawn) == 1 + OLD_SESSIONS
+        assert len(app.panes._drawn) == 1 + OLD_SESSIONS
         await pilot.press("a")
-        assert len(app._drawn) == 8
+        assert len(app.panes._drawn) == 8
 
     play(looks, (80, 24), many, whole(looks))
     looks = looks_at(mine, 60 * STEP_S + 5)

@@ -26,22 +26,17 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.events import Resize
 from textual.widgets import Footer, OptionList, Static
-from textual.widgets.option_list import Option
 
-from diloco.views.overview import SessionRow, aged, rows_to_show
+from diloco.views.overview import aged
 from diloco.views.troubles import flagged_steps
 from executors.cli.watch import words
 from executors.cli.watch.looks import Picture, RunLooks, error_words
+from executors.cli.watch.panes import ALARM, Panes
 from executors.cli.watch.windows import PlainApp, ScaleAction, TextWindow, drain, events_text, log_text, rollouts_text
 
 SMALLEST = (40, 10)  # columns and lines
 CURVES_FROM = 20  # lines of a terminal from which curves are shown
 TALL_FROM = 36
-STYLES = {
-    "train": "#5fd75f", "wait": "#d7af5f", "silent": "bold #ff5f5f", "heal": "#5fd7d7", "starting": "#5fd7d7",
-}  # fmt: skip
-ALARM = "bold #ff5f5f"
-BAD = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
 class WatchApp(PlainApp):
@@ -89,7 +84,7 @@ class WatchApp(PlainApp):
         self.metric = 0
         self.everything = False
         self._reads = reads
-        self._drawn: list[str] = []
+        self.panes = Panes(lambda: self.screen_stack[0])
         self._ended = threading.Event()
         self._wake = threading.Event()
 
@@ -122,8 +117,9 @@ class WatchApp(PlainApp):
         screen.set_class(lines < CURVES_FROM, "short")
         screen.set_class(lines >= TALL_FROM, "tall")
         others = sum((3, 1, 1, 7 * (lines >= CURVES_FROM), lines >= TALL_FROM))  # header, head, footer, curves, air
-        self._rows.styles.max_height = max(3, (lines - others) * 2 // 3 if lines < TALL_FROM else lines - others - 8)
-        self._drawn = []
+        most = (lines - others) * 2 // 3 if lines < TALL_FROM else lines - others - 8
+        self.panes.rows.styles.max_height = max(3, most)
+        self.panes.forget_rows()
         self.call_after_refresh(self.draw)
 
     # ------------------------------------------------------------------ reading
@@ -155,22 +151,16 @@ class WatchApp(PlainApp):
     def draw(self) -> None:
         self.draw_ages()
         picture = self.picture
-        for pane, draw in (("#metrics", self._draw_curves), ("#events", self._draw_events)):
-            if picture is None:
-                return
-            try:
-                draw(picture)
-            except Exception as error:  # the other panes are still drawn
-                if os.environ.get("DILOCO_DEBUG"):
-                    raise
-                self._static(pane).update(f"! this pane cannot be drawn: {error_words(error)}")
+        if picture is not None:
+            self.panes.draw("#metrics", lambda: self.panes.draw_curves(picture, self.metric))
+            self.panes.draw("#events", lambda: self.panes.draw_events(picture, self.trouble))
 
     def draw_ages(self) -> None:
         """Redraw the ages, which grow between two reads."""
         width = self.screen_stack[0].size.width
         if self.picture is None:
             text = f"! {self.trouble}; asking again" if self.trouble else "reading …"
-            self._static("#header").update(words.cut(text, 2 * width))
+            self.panes.static("#header").update(words.cut(text, 2 * width))
             return
         age_s = max(0.0, self.looks.clock.wall() - self.picture.at)
         seen = aged(self.picture.seen, age_s)
@@ -180,65 +170,15 @@ class WatchApp(PlainApp):
         last = fresh if self.trouble else words.cut(" · ".join(part for part in parts if part), width)
         first = words.header_lines(seen, self.picture.spent, self.picture.wanted, width)
         lines = [*(Text(line, "bold") for line in first), Text(last, ALARM if self.trouble else "dim")]
-        self._static("#header").update(Text("\n").join(lines))
-        self._draw_rows(list(seen.rows), width)
-
-    def _draw_rows(self, rows: list[SessionRow], width: int) -> None:
-        self._static("#head").update(words.head_line(width))
-        listed = self._rows
-        shown = rows if self.everything else rows_to_show(rows)
-        ends = words.last_ends(rows, shown)
-        names = [row.name for row in shown]
-        if names != self._drawn:
-            chosen = self.chosen
-            listed.clear_options()
-            listed.add_options([Option("", id=name) for name in names])
-            listed.highlighted = names.index(chosen) if chosen in names else 0 if names else None
-            self._drawn = names
-        for row in shown:
-            line = _styled(row, words.row_line(row, ends, width - 2), width, chosen=row.name == self.chosen)
-            listed.replace_option_prompt(row.name, line)
-
-    def _draw_curves(self, picture: Picture) -> None:
-        curves = picture.seen.series
-        metrics, chart = (self._static(name) for name in ("#metrics", "#chart"))
-        if not curves:
-            metrics.update("no outer step has told its numbers yet" if not picture.partial else "")
-            chart.update("")
-            return
-        chosen = self.metric % len(curves)
-        room = max(20, metrics.size.width)
-        lines = [words.metric_line(curve, room, chosen=i == chosen) for i, curve in enumerate(curves)]
-        metrics.update("\n".join(lines))
-        height = max(3, chart.size.height - 1)  # leave an empty line above the events
-        chart.update("\n".join(words.chart_lines(curves[chosen], max(20, chart.size.width), height)))
-
-    def _draw_events(self, picture: Picture) -> None:
-        events = self._static("#events")
-        width = max(20, events.size.width)
-        told = [f"! {self.trouble}"] if self.trouble else []
-        told += [*words.trouble_lines(picture.troubles, width), *picture.messages]
-        styled = [Text(line, ALARM if line.startswith("!") else "#d7af5f") for line in told]
-        lines = [*styled, *(Text(line) for line in picture.events)][: max(1, events.size.height)]
-        for line in lines:
-            line.truncate(width, overflow="ellipsis")
-        events.update(Text("\n").join(lines) if lines else "nothing has happened yet")
-
-    def _static(self, name: str) -> Static:
-        """Return a part of the main screen, also while a window is open above it."""
-        return self.screen_stack[0].query_one(name, Static)
-
-    @property
-    def _rows(self) -> OptionList:
-        return self.screen_stack[0].query_one("#rows", OptionList)
+        self.panes.static("#header").update(Text("\n").join(lines))
+        self.panes.draw_rows(list(seen.rows), width, everything=self.everything)
 
     # ------------------------------------------------------------------ keys
 
     @property
     def chosen(self) -> str:
         """The session in the chosen row: r01-2, or r01 for a slot without a claim."""
-        rows = self._rows
-        return self._drawn[rows.highlighted] if rows.highlighted is not None and self._drawn else ""
+        return self.panes.chosen
 
     def on_option_list_option_highlighted(self) -> None:
         self.draw_ages()
@@ -283,13 +223,6 @@ class WatchApp(PlainApp):
         self._ended.set()
         self._wake.set()
         self.exit(0)
-
-
-def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
-    text = Text(line.ljust(width - 2) if chosen else line, "reverse" if chosen else "" if row.is_live else "dim")
-    style = STYLES.get(row.phase, "") if row.is_live else ALARM if row.phase in BAD and row.is_newest else ""
-    text.stylize(style, *words.phase_cell(width))
-    return text
 
 
 @contextmanager
