@@ -14,8 +14,8 @@ from diloco.runlog.opening import open_view
 from diloco.runlog.scope import COSTS
 from executors.cli.main import main
 from executors.cli.watch.app import WatchApp
-from executors.cli.watch.panes import Panes
 from executors.cli.watch.looks import RunLooks
+from executors.cli.watch.panes import Panes
 from rendezvous.clock import SystemClock
 from tests.executors.test_watch_view import play, screen, whole
 from tests.support.puppets import PuppetRun
