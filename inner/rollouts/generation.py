@@ -41,7 +41,6 @@ class GenerationTrainer(LeanToolLoop):
     engine_dtype   dtype of vLLM, if `args` use it (inner/rollouts/engine.py); None: the model's own
 
     For subclasses:
-
     _rewards   rewards of the last generation, one per rollout
     _completions  completions of the last generation: messages, or texts
     """
@@ -148,12 +147,13 @@ class GenerationTrainer(LeanToolLoop):
         """Generate with training's dtype of products. With LoRA, TRL uses float32 even under bfloat16 autocast."""
         if self.replayed is not None:
             return self.replayed.first_turns
-        with without_dropout(self.model), nullcontext() if self.use_vllm else self.accelerator.autocast():
+        autocast = nullcontext() if self.use_vllm else self.accelerator.autocast()
+        with self.turn(False), without_dropout(self.model), autocast:
             return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Compute π_old without dropout, because the policy that sampled had none; only the loss has dropout."""
-        with nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
+        with self.turn(False), nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     # 2. attach the lessons to the batch
@@ -210,8 +210,7 @@ class GenerationTrainer(LeanToolLoop):
         self._metrics[self._mode()][name].append(float(value))
 
     def _mode(self) -> str:
-        model: Any = self.model
-        return "train" if model.training else "eval"
+        return "train" if cast(Any, self.model).training else "eval"
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm: Any = super()._get_grad_norm(model, grad_norm=grad_norm)

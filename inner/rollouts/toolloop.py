@@ -33,6 +33,7 @@ except ImportError:  # another version: use its own parsing
 
 CACHED = 4096  # most cache entries, because the number of different tool results is unlimited
 
+Turn = Callable[[bool], AbstractContextManager[None]]  # of an environment (True) or the model: usercode/apart.py
 # (prompts, completions, rewards, each rollout's environment name)
 OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]
 
@@ -42,6 +43,7 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
+    turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
@@ -75,7 +77,7 @@ class LeanToolLoop(GRPOTrainer):
         return super()._tool_call_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self._environments_at_once("reset", inputs):
+        with self.turn(True), self._environments_at_once("reset", inputs):
             return super()._generate_and_score_completions(inputs)
 
     def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
@@ -105,8 +107,7 @@ class LeanToolLoop(GRPOTrainer):
         return by_environment.get(environment, self._schemas)
 
     def _template_options(self) -> dict[str, Any]:
-        options: Any = self.chat_template_kwargs
-        return {"chat_template": self.chat_template, **options}
+        return {"chat_template": self.chat_template, **cast(Any, self.chat_template_kwargs)}
 
     def _generate(self, prompts: list) -> Any:
         """Load the tokenizer's response template once. TRL would convert its dict for every turn that it parses."""
@@ -121,16 +122,14 @@ class LeanToolLoop(GRPOTrainer):
             tokenizer.response_template = template
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
-        with self._environments_at_once("get_reward"):
+        with self.turn(False), self.turn(True), self._environments_at_once("get_reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         rewards = self._settle_rewards(rewards)
-        if self.on_rollouts is not None:
-            model: Any = self.model
-            if model.training:
-                first = self.accelerator.process_index * len(prompts)  # rewards are those of all processes
-                totals = total_rewards(rewards[first : first + len(prompts)], self.reward_weights)
-                names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
-                self.on_rollouts(prompts, completions, totals.tolist(), names)
+        if self.on_rollouts is not None and cast(Any, self.model).training:
+            first = self.accelerator.process_index * len(prompts)  # rewards are those of all processes
+            totals = total_rewards(rewards[first : first + len(prompts)], self.reward_weights)
+            names: Any = self._batch_environments if getattr(self, "_multi_environment", False) else None
+            self.on_rollouts(prompts, completions, totals.tolist(), names)
         return rewards
 
     def _settle_rewards(self, rewards_B_F: Tensor) -> Tensor:

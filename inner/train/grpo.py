@@ -146,8 +146,8 @@ class GrpoLoop:
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
         self.trainer.on_rollouts = self._rollouts.add_batch
-        self.trainer.tool_workers = config.sampling.tool_workers
-        self.trainer.tool_limit_s = config.sampling.tool_timeout_s
+        sampling, self.trainer.turn = config.sampling, task.turn or self.trainer.turn
+        self.trainer.tool_workers, self.trainer.tool_limit_s = sampling.tool_workers, sampling.tool_timeout_s
 
     @_silence_libraries()
     def _build_trainer(

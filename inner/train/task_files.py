@@ -7,12 +7,14 @@ Not promised: that the parts fit together (inner/usercode/check.py tries them).
 """
 
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from typing import Any
 
 from inner.data.prompts import load_prompts, local_file
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import reward_name
+from inner.usercode.apart import Turns, keep_apart
 from inner.usercode.userfiles import load_environment, load_kept, load_module
 
 Reward = Callable[..., Sequence[float | None]]
@@ -24,13 +26,17 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
     rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
     environment = load_environment(config, files)
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
-    hint = None
-    if config.sampling.environment is not None:
-        hint = getattr(load_module("environment", config.sampling.environment, files), "hint", None)
+    hint, turn = None, None
+    if (spelling := config.sampling.environment) is not None:
+        file = local_file("environment", spelling, files)
+        turn = Turns(file, f"{file.name}:{spelling.rpartition(':')[2]} (or a reward beside it)").turn
+        told = getattr(load_module("environment", spelling, files), "hint", None)
+        hint = keep_apart(told, file) if isfunction(told) else told
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     process = _load_process(config.process, files) if config.process is not None else None
     return {
-        "rows": rows, "rewards": rewards, "environment": environment, "hint": hint, "pairs": pairs, "process": process
+        "rows": rows, "rewards": rewards, "environment": environment, "hint": hint, "pairs": pairs, "process": process,
+        "turn": turn,
     }  # fmt: skip
 
 

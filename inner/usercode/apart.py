@@ -7,8 +7,9 @@
     sys.argv                                         [the file], so that its argparse sees no argument of ours
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
+An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
 
-Not promised: anything for tools of an environment, for os.environ, or for threads that outlive the call.
+Not promised: anything for os.environ, or for threads that outlive the call or the turn.
 """
 
 import inspect
@@ -105,6 +106,31 @@ def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
         yield
     finally:
         _PROCESS.leave(what)
+
+
+class Turns:
+    """The turns of a user's environment and of the model, all begun in one thread.   what: the code's name in notes."""
+
+    def __init__(self, file: Path, what: str) -> None:
+        self._file, self._what = file, what
+        self._theirs = False
+
+    @contextmanager
+    def turn(self, theirs: bool) -> Iterator[None]:
+        """Run the block apart from training (theirs), or in the trainer's state; then go back to the turn before."""
+        before = self._theirs
+        self._switch(theirs)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, theirs: bool) -> None:
+        if theirs and not self._theirs:
+            _PROCESS.enter(self._file, draws=True)
+        elif self._theirs and not theirs:
+            _PROCESS.leave(self._what)
+        self._theirs = theirs
 
 
 def take_notes() -> list[str]:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from inner.settings.inner import InnerConfig, Seeds
+from inner.train.build import build_inner
 from inner.usercode.apart import _PROCESS, apart, keep_apart, take_notes
 from inner.usercode.reward_calls import RewardCalls, StandaloneHost
+from tests.inner.test_toolworld import WORLD, small_folder
 
 HERE, FILE = Path(__file__), Path("r.py")
 
@@ -188,3 +191,74 @@ print(*take_notes())
 """
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, cwd=HERE.parents[2])
     assert done.stdout.startswith("r.py:score calls torch.set_grad_enabled,"), done.stderr
+
+
+SEEDING = f'''
+import random
+
+import numpy as np
+import torch
+
+
+class Env:
+    """Each method seeds everything, as in many environments."""
+
+    def _seed(self):
+        torch.manual_seed(11)
+        np.random.seed(11)
+        random.seed(11)
+        torch.set_default_dtype(torch.float64)
+
+    def reset(self, **row):
+        self._seed()
+        self.calls = 0
+
+    def {WORLD.right_name(0)}(self, a: int, b: int) -> str:
+        """The tool.
+
+        Args:
+            a: first
+            b: second
+        """
+        self._seed()
+        self.calls += 1
+        return str((a + b) % 20)
+
+    def get_reward(self):
+        self._seed()
+        return float(self.calls)
+'''
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_an_environment_that_seeds_everything_does_not_reach_the_training(tmp_path: Path, workers: int) -> None:
+    """Its `torch.manual_seed` made the random numbers of all generations equal."""
+    calm = generations(tmp_path / "calm", SEEDING.replace("self._seed()", "pass"), workers)
+    assert not take_notes()
+    rude = generations(tmp_path / "rude", SEEDING, workers)
+    assert len(rude) > 3 and rude == calm
+    assert torch.get_default_dtype() == torch.float32
+    assert "env.py:Env (or a reward beside it) calls torch.manual_seed" in take_notes()[0]
+
+
+def generations(folder: Path, environment: str, workers: int) -> list[Any]:
+    """Return the tokens that each turn of the model sampled in three inner steps."""
+    folder.mkdir()
+    (folder / "env.py").write_text(environment)
+    (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    sampling = {"environment": "env.py:Env", "tool_workers": workers}
+    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
+    files = {"prompts": folder / "rows.jsonl", "environment": folder / "env.py"}
+    torch.manual_seed(3)
+    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    seen, sample = [], loop.trainer._generate_single_turn
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        out = sample(*args, **kwargs)
+        seen.append(out[0])
+        return out
+
+    loop.trainer._generate_single_turn = generate
+    left = iter([False] * 3 + [True])
+    loop.train(lambda: next(left))
+    return seen

@@ -1,6 +1,7 @@
 """GrpoLoop as a driver sees it: stop, hooks, pop_metrics, data order over two lives, quiet, and learning."""
 
 import json
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_the_users_reward_environment_hint_and_prompts(tmp_path: Path) -> None:
     loop.train(after(1))
     found = loop.pop_metrics()
     assert found["reward"] >= 1 and found["sdpo_coverage"] > 0
-    tag, error = loop.trainer.hint.__globals__["hints"][0]
+    tag, error = unwrap(loop.trainer.hint).__globals__["hints"][0]
     assert tag in ("t0_0", "t0_1", "t0_2") and "not found" in error
 
 
