@@ -14,7 +14,7 @@ from inner.data.prompts import load_prompts, local_file
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import reward_name
-from inner.usercode.apart import Turns, keep_apart
+from inner.usercode.apart import Turns, begin_session, keep_apart
 from inner.usercode.userfiles import load_environment, load_kept, load_module
 
 Reward = Callable[..., Sequence[float | None]]
@@ -22,6 +22,7 @@ Reward = Callable[..., Sequence[float | None]]
 
 def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, Any]:
     """Return a Task's fields by name.   models: if False, reward models return None.   Raises InnerError."""
+    begin_session()
     named = config.rewards.lines.items()
     rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
     environment = load_environment(config, files)

@@ -133,6 +133,11 @@ class Turns:
         self._theirs = theirs
 
 
+def begin_session() -> None:
+    """Let the user's code begin with the trainer's random state, as in a process of its own."""
+    _PROCESS.own = None
+
+
 def take_notes() -> list[str]:
     """Return what the user's code has changed since the last call, as sentences."""
     notes, _PROCESS.notes = _PROCESS.notes, []
@@ -148,14 +153,21 @@ def keep_apart(function: Any, file: Path) -> Any:
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
 
+    block = partial(apart, file, f"{file.name}:{name}", draws=True)
+
+    async def awaited(answer: Any) -> Any:
+        with block():
+            return await answer
+
     @wraps(function, updated=())
     def sync(*args: Any, **columns: Any) -> Any:
-        with apart(file, f"{file.name}:{name}", draws=True):
-            return function(*args, **columns)
+        with block():
+            answer = function(*args, **columns)
+        return awaited(answer) if inspect.isawaitable(answer) else answer  # an async function below a plain decorator
 
     @wraps(function, updated=())
     async def later(*args: Any, **columns: Any) -> Any:
-        with apart(file, f"{file.name}:{name}", draws=True):
+        with block():
             return await function(*args, **columns)
 
     kept: Any = later if any(map(inspect.iscoroutinefunction, (inner, inner.__call__))) else sync

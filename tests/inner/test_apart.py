@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
+from inner.train.task_files import load_files
 from inner.usercode.apart import _PROCESS, apart, keep_apart, take_notes
 from inner.usercode.reward_calls import RewardCalls, StandaloneHost
 from tests.inner.test_toolworld import WORLD, small_folder
@@ -108,6 +110,38 @@ def test_async_rewards_that_overlap_leave_the_trainers_state() -> None:
     asyncio.run(both())
     assert draws() == expected
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("wrap", ["decorated", "partial", "lambda"])
+def test_a_function_that_returns_a_coroutine_runs_apart_too(wrap: str) -> None:
+    async def score(completions: Any, **columns: Any) -> list[float]:
+        seed_all(1)
+        await asyncio.sleep(0)
+        return rude(completions)
+
+    def decorated(completions: Any, **columns: Any) -> Any:
+        return score(completions, **columns)
+
+    forms = {"decorated": decorated, "partial": partial(decorated, more=1), "lambda": lambda c, **columns: score(c)}
+    seed_all(7)
+    expected, here = draws(), os.getcwd()
+    seed_all(7)
+    reward = keep_apart(forms[wrap], FILE)
+    assert asyncio.run(reward(["a"])) == [0.0]
+    assert draws() == expected and os.getcwd() == here
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+def test_a_second_session_in_one_process_draws_what_its_own_process_would(tmp_path: Path) -> None:
+    """`verify --inner` takes the inner steps of all sessions in one process."""
+    (tmp_path / "r.py").write_text("import random\n\ndef score(completions, **_):\n    return [random.random()]\n")
+    config = InnerConfig(model="toolworld", rewards={"function": "r.py:score"})
+    drawn = []
+    for _ in range(2):
+        (score,) = load_files(config, {"reward": tmp_path / "r.py"}, models=True)["rewards"]
+        seed_all(5)
+        drawn.append([score(["a"])[0] for _ in range(3)])
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
 
 
 def test_a_change_is_told_once_as_a_warning_that_names_the_reward() -> None:
