@@ -30,9 +30,11 @@ from diloco.outer.optimizer import OuterState
 from diloco.outer.safety import cosine, dot, norm
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run
+from diloco.runlog.reached import LostCommit
 from rendezvous.agreement.chain import Chain
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
+from rendezvous.errors import ChainBroken
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit, Listed
 from rendezvous.store import PatientStore
@@ -299,8 +301,8 @@ def _replay(run: Run, found: Sequence[Counterfactual], first: int, last: int) ->
     reducer = Reducer(store, clock, no_emit, rules, together=together_on(run.store))
     chain = Chain(store, 2)
     for t in range(first, last):
-        commit = chain.read(t)
-        assert commit is not None, "the caller has read θ_last"
+        if (commit := chain.read(t)) is None:
+            raise ChainBroken(LostCommit(t, last, f"θ of step {last}").in_words())
         fragment = t % rules.fragments
         with_all, touched = _split(found, commit)
         if with_all:

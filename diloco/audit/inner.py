@@ -192,8 +192,7 @@ class _Session(StandIn):
         model = start_folder(run, record, scratch / "model")
         files = fetch_files(run, scratch / "code")
         (scratch / "inner").mkdir()
-        warmup = REJOIN_WARMUP if self._step + before.outer_steps else 0
-        loop: Any = build_inner(run.config.inner, model, files, seeds, warmup, scratch=scratch / "inner")
+        loop: Any = build_inner(run.config.inner, model, files, seeds, REJOIN_WARMUP, scratch=scratch / "inner")
         refuse_other_base(record.base, loop.model)
         if hasattr(loop, "trainer"):
             self._recorded = _Recorded(self._run, self._store, self._holder, self._to)

@@ -24,6 +24,7 @@ from diloco.outer.safety import cosine, dot, norm
 from diloco.process.journal import read_log
 from diloco.run.config import ConfigError
 from diloco.run.record import Run, timing_for
+from diloco.runlog.reached import refuse_lost
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import Wanted, claims_above, controls_above, read_leave
@@ -103,6 +104,7 @@ def read_step(run: Run, step: int) -> StepFacts:
     rules = run.config.outer.rules
     head = newest_head(store)
     if not 0 <= step < head:
+        refuse_lost(store, head)
         raise ConfigError(_not_there(step, head))
     chain = Chain(store, rules.window + rules.fragments * rules.max_carry + 2)
     first = max(0, step - max(2, rules.fragments))

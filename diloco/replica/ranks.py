@@ -56,7 +56,6 @@ class Job:
     config: RunConfig
     inputs: replica.Inputs
     seeds: Seeds
-    warmup: int
     before: int
 
 
@@ -144,13 +143,13 @@ class Leader:
         self.group: Group = Group()  # the other ranks have imported what they need
 
     def build(
-        self, run: Run, session: Session, record: ModelRecord, inputs: replica.Inputs, seeds: Seeds, *, warmup: int
+        self, run: Run, session: Session, record: ModelRecord, inputs: replica.Inputs, seeds: Seeds
     ) -> "tuple[LeadingLoop, Path]":
         whole = replica.fetch_weights(run, session, record, inputs.model_dir)
         inputs = replica.Inputs(whole, inputs.files, inputs.scratch)
-        self.group.tell(Job(run.config, inputs, seeds, warmup, run.record.parent.outer_steps))
+        self.group.tell(Job(run.config, inputs, seeds, run.record.parent.outer_steps))
         self.loop: Any
-        self.loop, folder = replica.build_loop(run, session, record, inputs, seeds, warmup=warmup)
+        self.loop, folder = replica.build_loop(run, session, record, inputs, seeds)
         return LeadingLoop(self.loop, self.group), folder
 
     def manage(self, config: RunConfig, session: Session, theta_0: Callable[[], Mapping[str, Any]] | None) -> "Led":
@@ -230,7 +229,8 @@ def _follow_training(group: "Group", job: Job) -> None:
     config, inputs = job.config, job.inputs
     scratch = inputs.scratch / f"rank{group.index}"
     scratch.mkdir(exist_ok=True)
-    loop: Any = build_inner(config.inner, inputs.model_dir, inputs.files, job.seeds, job.warmup, scratch=scratch)
+    warmup = replica.REJOIN_WARMUP
+    loop: Any = build_inner(config.inner, inputs.model_dir, inputs.files, job.seeds, warmup, scratch=scratch)
     loop.place()
     if config.fleet.record_rollouts:
         from diloco.replica.rank_rollouts import FollowingPlaces

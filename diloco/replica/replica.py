@@ -255,8 +255,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     build, manage, judge = parts or (build_loop, manager_of, evaluator_of)
     before = run.record.parent
     seeds = seeds_of(run, session.rv.slot, session.rv.generation)
-    joins_late = before.outer_steps > 0 or _has_begun(run, session)
-    loop, model_dir = build(run, session, record, inputs, seeds, warmup=REJOIN_WARMUP if joins_late else 0)
+    loop, model_dir = build(run, session, record, inputs, seeds)
     _refuse_other_start(record, loop.model, with_weights=model_dir.name != ZEROS)
     whole = lambda: fetch_weights(run, session, record, model_dir)  # noqa: E731
     again = lambda: first_arrays(whole(), config.inner.dtype, config.outer, config.inner.lora)  # noqa: E731
@@ -290,15 +289,6 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
     return exitcodes.LEFT if manager.left else exitcodes.DONE
 
 
-def _has_begun(run: Run, session: Session) -> bool:
-    """Whether the run has taken an outer step."""
-    if run.config.rendezvous == BUCKET:
-        return session.rv.store.get(layout.commit_key(0)) is not None
-    from diloco.outer.managers.lighthouse import latest_step
-
-    return latest_step(session) > 0
-
-
 def _refuse_other_start(record: ModelRecord, model: Any, *, with_weights: bool) -> None:
     """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False: its θ₀ is zeros."""
     from diloco.model.start_model import refuse_other_bits
@@ -326,7 +316,7 @@ def manager_of(
 
 
 def build_loop(
-    run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds, *, warmup: int
+    run: Run, session: Session, record: ModelRecord, inputs: Inputs, seeds: Seeds
 ) -> "tuple[InnerLoop, Path]":
     """Return the inner loop and its model's folder, with weights if the snapshots lack some."""
     from diloco.model.start_model import has_more_than_trained
@@ -336,7 +326,7 @@ def build_loop(
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrecisionWarning)  # the journal also prints it
-            return build_inner(run.config.inner, folder, inputs.files, seeds, warmup, scratch=inputs.scratch)
+            return build_inner(run.config.inner, folder, inputs.files, seeds, REJOIN_WARMUP, scratch=inputs.scratch)
 
     model_dir = inputs.model_dir
     loop = build(model_dir)

@@ -43,12 +43,25 @@ class LostCommit:
 
 
 def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS) -> LostCommit | None:
-    """Return the first lost commit from `head` on; None if no commit is lost.   head: commits below it exist."""
+    """Return the first lost commit; None if no commit is lost.
+
+    head: commits below it were read, now or by an earlier look; `folders` with all of steps/ shows whether they stand.
+    """
     keys = [key for folder in folders for key in store.list(folder)]
-    reached, witness = newest_witness(store, keys, head)
-    while head < reached and store.get(layout.commit_key(head)) is not None:
-        head += 1
-    return LostCommit(head, reached, witness) if head < reached else None
+    listed = {layout.commit_step(key) for key in keys if key.endswith("/commit.json") and _step_of(key) > 0}
+    known = listed if layout.STEPS in folders else range(head)
+    reached, witness = newest_witness(store, keys, 0 if layout.STEPS in folders else head)
+    missing = (t for t in range(reached) if t not in known and store.get(layout.commit_key(t)) is None)
+    return next((LostCommit(t, reached, witness) for t in missing), None)
+
+
+def refuse_lost(store: Readable, head: int, folders: Iterable[str] = ()) -> None:
+    """Raise ChainBroken if a record shows that the run has passed `head`, the first step without a commit.
+
+    folders: to list; by default those that are short."""
+    folders = folders or (layout.SNAPSHOTS, layout.LEAVES, layout.offers_prefix(head + 1))
+    if (lost := lost_commit(store, head, folders)) is not None:
+        raise ChainBroken(lost.in_words())
 
 
 def newest_witness(store: Readable, keys: Iterable[str], head: int) -> tuple[int, str]:
@@ -75,9 +88,11 @@ def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] 
     """Write into `report.damage` which commit is lost or altered.
 
     folders: to list.   None: some, and only if a heartbeat or a log names a step above the head, as a look is short."""
+    in_bucket = report.config.get("rendezvous", "bucket") == "bucket"  # a lighthouse writes no commits
+    head = max(len(report.steps), report.taken) if in_bucket else report.head
     told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
-    cheap = (layout.SNAPSHOTS, layout.offers_prefix(report.head + 1)) if max(told, default=0) > report.head else ()
-    if not report.damage and (lost := lost_commit(store, report.head, folders or cheap)) is not None:
+    cheap = (layout.SNAPSHOTS, layout.offers_prefix(head + 1)) if max(told, default=0) > head else ()
+    if not report.damage and (lost := lost_commit(store, head, folders or cheap)) is not None:
         report.damage = lost.in_words()
     odd = next((step.t for step in report.steps if not step.linked), None)
     if not report.damage and odd is not None:

@@ -97,5 +97,8 @@ def finished_words(store: "Store", url: str, steps: int | None = None) -> str:
     wanted = read_control(store)
     if steps not in (None, wanted.steps) or not is_finished(store, wanted):
         return ""
+    from diloco.runlog.reached import FOLDERS, refuse_lost
+
+    refuse_lost(store, 0, FOLDERS)
     more = f"diloco resume {shlex.quote(url)} --steps {2 * wanted.steps}"
     return f"the run is finished, all {wanted.steps} outer steps are committed; nothing was changed. For more: {more}"

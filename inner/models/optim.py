@@ -4,7 +4,7 @@
 
     t   the committed outer step: [inner.schedule] defines factor; so a replacement has the same rate as other replicas
     n   number of replicas whose pseudogradients the newest outer step averaged
-    s   inner steps of this session: its Adam moments begin at 0, so it warms up over `warmup_steps`
+    s   inner steps of this session: its Adam moments begin at 0, so in the middle of a run it warms up
 
     adamw            torch's, in the parameters' own dtype; no extra fp32 copy exists
     muon, adamw8bit  other_optimizers.py
@@ -41,7 +41,7 @@ def make_optimizer(config: InnerConfig, model: nn.Module) -> Optimizer:
 class RunSchedule(LambdaLR):
     """The learning rate's schedule. Without a run, the committed step is the number of inner steps.
 
-    warmup_steps: for an optimizer without moments; ignored if it has moments when it joins a run."""
+    warmup_steps: for an optimizer without moments; ignored if it has moments when it joins a run, or begins the run."""
 
     def __init__(self, optimizer: Optimizer, config: InnerConfig, start: int, warmup_steps: int) -> None:
         self._warmup = max(1, warmup_steps)
@@ -58,7 +58,7 @@ class RunSchedule(LambdaLR):
         """Follow the run from now on: `step()` returns the committed outer step, and `replicas()` how many replicas
         that step averaged."""
         self._run[:] = [(step, replicas)]
-        if self.optimizer.state:  # moments from the last session
+        if self.optimizer.state or step() == 0:  # moments from the last session, or the run's beginning
             self._warmup = 1
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)

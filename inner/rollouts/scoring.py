@@ -3,7 +3,7 @@
     rows ──▶ TRL's generation, tools and rewards, in eval mode, one completion each ──▶ {"reward": [.5, 0, NaN, …], …}
 
     weights        the committed θ, not the live weights, which may have changed since (`committed_weights`)
-    randomness     torch, numpy and random are seeded for the call; then their old states are restored
+    randomness     torch, numpy and random are seeded for the call; then their old states are restored, also the user's
     metrics        TRL's evaluation metrics are dropped; training's stay as they are
 
 So a run with evaluation takes the same inner steps, bit for bit, as one without.
@@ -25,6 +25,7 @@ from inner.channels.teacher import swapped_weights
 from inner.channels.terms import eval_mode
 from inner.rollouts.toolloop import total_rewards
 from inner.settings.inner import Theta
+from inner.usercode.apart import own_numbers_kept
 
 if TYPE_CHECKING:
     from inner.rollouts.generation import GenerationTrainer
@@ -39,7 +40,7 @@ def score_rows(
     also each function's reward.
 
     greedy: always take the likeliest token; else sample as training does."""
-    with _eval_settings(trainer, greedy=greedy), _seeded(seed):
+    with _eval_settings(trainer, greedy=greedy), _seeded(seed), own_numbers_kept():
         by_function = trainer.reward_completions(copy.deepcopy(list(rows)))
     found = {"reward": total_rewards(by_function, trainer.reward_weights).tolist()}
     names: list[str] = trainer.reward_func_names

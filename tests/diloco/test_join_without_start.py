@@ -99,7 +99,7 @@ def test_a_model_with_frozen_weights_gets_them_after_all(
     monkeypatch.setattr("inner.build_inner", build)
     session: Any = None  # only a model on the Hub needs one
     zeros = fetch_model_without_weights(fleet.store, fleet.model, tmp_path / ZEROS)
-    loop, folder = build_loop(fleet.run, session, fleet.model, Inputs(zeros, {}, tmp_path), Seeds(1, 2), warmup=3)
+    loop, folder = build_loop(fleet.run, session, fleet.model, Inputs(zeros, {}, tmp_path), Seeds(1, 2))
     assert built == [ZEROS, "model"] and folder.name == "model"
     assert all(p.any() for n, p in loop.model.named_parameters() if n.endswith("proj.weight"))
 

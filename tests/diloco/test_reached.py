@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,59 @@ def test_a_hole_is_no_end_of_the_chain(run: Path, capsys: pytest.CaptureFixture[
     code, why = told("gc", run, capsys, "--keep", "window", "--yes")
     assert code == 2 and missing in why and "Nothing was deleted" in why
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("gone", [[0], list(range(STEPS))])
+def test_steps_of_a_log_are_no_commits(run: Path, capsys: pytest.CaptureFixture[str], gone: list[int]) -> None:
+    """Without a commit that can be read, the report took the log's steps for the chain's."""
+    line = json.dumps({"at": 2.0, "event": "step", "step": STEPS - 1, "reward": 1.0, "inner": 3}) + "\n"
+    (run / "log" / "r00-1").mkdir(parents=True)
+    (run / layout.log_key("r00", 1, 0)).write_text(line)
+    for t in gone:
+        key(run, t).unlink()
+    report = told("report", run, capsys, "--to", str(run.parent / "page"))[1]
+    assert "commit 0 is missing, though " in report and "none lost" not in report
+    assert "! commit 0 is missing, though " in told("status", run, capsys)[1]
+
+
+def test_a_listing_shows_a_hole_below_what_an_earlier_look_has_read(run: Path) -> None:
+    """A cached commit was taken for one that stands."""
+    key(run, 2).unlink()
+    found: Any = lost_commit(FileStore(run), STEPS)
+    assert (found.step, found.reached, found.witness) == (2, STEPS, layout.commit_key(STEPS - 1))
+
+
+@pytest.mark.parametrize(
+    ("gone", "verb", "more"),
+    [
+        (STEPS - 1, "explain", ["--step", str(STEPS - 1)]),
+        (STEPS - 1, "export", ["--to", "out"]),
+        (2, "blame", ["--from", "0", "--to", str(STEPS)]),
+    ],
+)
+def test_commands_that_end_at_a_hole_say_so(
+    run: Path, capsys: pytest.CaptureFixture[str], gone: int, verb: str, more: list[str]
+) -> None:
+    """They said that the step was not taken, exported an older one, or fell over it."""
+    leave = Leave("r00", 1, STEPS, "0" * 32, "done", "n", 1.0)
+    (run / "leave").mkdir(exist_ok=True)
+    (run / layout.leave_key("r00", 1)).write_bytes(leave.encode())
+    for snapshot in (run / "snapshots").glob("*"):
+        if int(snapshot.name) > gone:
+            shutil.rmtree(snapshot)
+    key(run, gone).unlink()
+    with chdir(run.parent):
+        code, why = told(verb, run, capsys, *more)
+    assert code != 0 and f"commit {gone} is missing, though " in why and "Traceback" not in why, why
+    assert not (run.parent / "out").exists()
+
+
+def test_a_finished_run_with_a_hole_starts_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was finished, and then three replicas were started."""
+    write_control(FileStore(run), CLOCK, steps=STEPS, resume=True)
+    key(run, 2).unlink()
+    code, why = told("resume", run, capsys, "--yes")
+    assert code != 0 and "commit 2 is missing, though " in why and "started" not in why
 
 
 def test_commits_in_each_others_place(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

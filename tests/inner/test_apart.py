@@ -17,7 +17,7 @@ import torch
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from inner.train.task_files import load_files
-from inner.usercode.apart import _PROCESS, apart, keep_apart, take_notes
+from inner.usercode.apart import _PROCESS, apart, keep_apart, own_numbers_kept, take_notes
 from inner.usercode.reward_calls import RewardCalls, StandaloneHost
 from tests.inner.test_toolworld import WORLD, small_folder
 
@@ -142,6 +142,19 @@ def test_a_second_session_in_one_process_draws_what_its_own_process_would(tmp_pa
         seed_all(5)
         drawn.append([score(["a"])[0] for _ in range(3)])
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
+
+
+def test_an_evaluation_leaves_the_rewards_random_numbers_as_they_were() -> None:
+    """`verify --inner` takes no evaluation again, and accused every replica that had one."""
+    score = keep_apart(lambda completions, **_: draws(), FILE)
+    seed_all(7)
+    expected = [score(["a"]) for _ in range(3)]
+    _PROCESS.own = None
+    seed_all(7)
+    found = [score(["a"])]
+    with own_numbers_kept():
+        assert score(["held out"]) != expected[1]
+    assert [*found, score(["a"]), score(["a"])] == expected
 
 
 def test_a_change_is_told_once_as_a_warning_that_names_the_reward() -> None:

@@ -73,14 +73,14 @@ def test_by_default_it_grows_with_the_root_for_adapters_too() -> None:
 
 
 def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None:
-    def rates_of(moments: bool) -> list[float]:
+    def rates_of(moments: bool, joined_at: int = 2) -> list[float]:
         model = small_model()
         optimizer = make_optimizer(config_with(lr=1.0), model)
         if moments:
             give_gradients(model)
             optimizer.step()
         schedule = RunSchedule(optimizer, config_with(lr=1.0), start=6, warmup_steps=3)
-        schedule.follow(lambda: 2, lambda: 1)
+        schedule.follow(lambda: joined_at, lambda: 1)
         seen = list[float]()
         for _ in range(4):
             seen.append(optimizer.param_groups[0]["lr"])
@@ -90,6 +90,7 @@ def test_a_session_with_the_moments_of_the_one_before_needs_no_warm_up() -> None
 
     assert rates_of(moments=False) == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert rates_of(moments=True) == [1, 1, 1, 1]
+    assert rates_of(moments=False, joined_at=0) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,3 @@ def own_address(host: str, port: int) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         raise GaveUp(f"there is no network route to the lighthouse at {host}:{port}: {error}") from error
-
-
-def latest_step(session: Session) -> int:
-    """Return the outer step at which a new session begins: that of the bucket's newest snapshot, or 0."""
-    return next((s.t for s in snapshots.newest_first(session.rv.store)), 0)

@@ -115,9 +115,11 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
 
 
 def _head(run: "Run") -> int:
+    from diloco.runlog.reached import refuse_lost
     from rendezvous.keeping.reach import newest_head
 
-    return newest_head(run.store)
+    refuse_lost(run.store, head := newest_head(run.store))
+    return head
 
 
 def _file(name: str | None) -> Path | None:
