@@ -38,7 +38,9 @@ def port(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    return 0 if text == "0" else positive(text)
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
+        raise ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
+    return int(text)
 
 
 def amount(text: str) -> float:

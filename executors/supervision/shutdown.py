@@ -17,11 +17,13 @@ Not promised: an end of processes on machines that we cannot signal; `stop` repo
 A purge does not remove images, secrets and weights, because other runs may use them.
 """
 
+import json
 import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from diloco.process import exitcodes, processes
 from diloco.process.journal import Journal
@@ -279,6 +281,9 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     if (process := unproven_process(store.url, claim)) is not None:
         text = f"pid {process.pid} runs here, and does not say for which run, so it was not killed; look at it yourself"
         return End(name, True, text)
+    if old := _renamed_from(store, claim):
+        text = f"pid {claim.pid} runs here for {old}, which has another name now. Rename it back and stop it there"
+        return End(name, True, f"{text}, or `kill {claim.pid}`")
     now = _beat_of_claim(store, claim)
     if now is not None and now.phase == "left":
         return End(name, False, f"left at outer step {now.step}")
@@ -288,6 +293,19 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     lost = f"; lost {work}" if (work := lost_work(now)) else ""
     seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
     return End(name, False, f"gone without a leave record{seen}")
+
+
+def _renamed_from(store: Store, claim: Claim) -> str:
+    """Return the folder for which the claim's process works on this machine, if no folder has that name any more."""
+    root = getattr(store, "root", None)
+    for card in sorted(Path(root).glob("processes/*.json")) if root else ():
+        with suppress(OSError, ValueError, KeyError, TypeError):  # any writer may have put it there
+            told = json.loads(card.read_bytes())
+            known = (told["pid"], told["started"]) == (claim.pid, claim.started) and claim.host == machine_name()
+            gone = known and not Path(told["run"].removeprefix("file://")).exists()
+            if gone and processes.is_alive(claim.pid, claim.started) and processes.works_for(claim.pid, told["run"]):
+                return told["run"]
+    return ""
 
 
 def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:

@@ -236,6 +236,8 @@ class Supervisor:
     def tick(self) -> Outcome | None:
         """Observe once, and act."""
         if self._looks.due("lease", 2) and self.lease.lost:
+            if read_control(self.run.store).stop:  # `diloco stop` takes the lease to end replicas that do not leave
+                return Outcome(exitcodes.LEFT, "stopped by `diloco stop`, which ended the replicas that did not leave")
             return Outcome(LOST_LEASE, "another supervisor has taken over; it keeps the replicas")
         said = (WATCHING if self._ticked else "starting", self.slots.outages.note)
         if self._looks.due("beat", 0.5) or said != self._said:

@@ -78,8 +78,8 @@ class Record:
             type(self).decode(body)
         except WireError as error:
             raise WireError(
-                f"readers would refuse this {self.kind}, so nothing was written: {error.__cause__}. Use shorter texts, "
-                "fewer statistics or fewer places"
+                f"readers would refuse this {self.kind}, so nothing was written: {error.__cause__}. Use smaller "
+                "numbers, shorter texts, fewer statistics or fewer places"
             ) from None
         return body
 

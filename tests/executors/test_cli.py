@@ -294,6 +294,21 @@ def test_report_writes_into_the_runs_folder(capsys, run):
     assert code == 0 and "report.png" in out and (folder / "report.png").exists()
 
 
+def test_report_into_what_is_no_folder_names_another(capsys, run, tmp_path):
+    (tmp_path / "page.html").write_text("mine")
+    code, _, err = say(capsys, "report", run.url, "--to", str(tmp_path / "page.html"))
+    assert code == 2 and "File exists. Name another one: --to FOLDER" in err and "Errno" not in err
+    assert (tmp_path / "page.html").read_text() == "mine"
+
+
+@pytest.mark.parametrize("verb", ["export", "eval"])
+def test_a_step_below_zero_is_a_slip(capsys, run, tmp_path, verb):
+    """It said that the step cannot be exported any more."""
+    with pytest.raises(SystemExit) as slip:
+        say(capsys, verb, run.url, "--step", "-1", *(["--to", str(tmp_path / "out")] * (verb == "export")))
+    assert slip.value.code == 2 and "must be a whole number of at least 0" in capsys.readouterr().err
+
+
 def records_of(run) -> dict[str, bytes]:
     return {key: run.store.get(key) for key in run.store.list(layout.CONTROLS)}
 

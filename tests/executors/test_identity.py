@@ -128,6 +128,20 @@ def test_no_claim_of_a_supervisor_keeps_a_run_that_its_process_does_not_supervis
 # -------------------------------------------------------------------- copies
 
 
+def test_a_process_of_a_folder_that_was_renamed_is_no_end(store: FileStore, start: Start, tmp_path: Path) -> None:
+    """`stop` said that no replica runs any more."""
+    child = start(store.url)
+    claim(store, SystemClock(), "r00", **identity(child.pid))
+    card = Handle(store.url, "r00", 1, "local", **identity(child.pid))
+    create_process_file(str(make_process_folder(store.url) / "r00.1"), card.to_dict())
+    (store.root / "processes" / "r00.0.json").write_text("[]")
+    copy = FileStore(shutil.copytree(store.root, tmp_path / "copy"))
+    assert stop(copy)["r00-1"][0] is False and lives(child)
+    renamed = FileStore(store.root.rename(tmp_path / "renamed"))
+    live, text = stop(renamed)["r00-1"]
+    assert live and f"`kill {child.pid}`" in text and str(tmp_path / "run") in text and lives(child)
+
+
 def test_a_copy_of_a_live_run_is_a_run_of_its_own(store: FileStore, start: Start, tmp_path: Path) -> None:
     replica, supervisor = start(store.url), start(store.url)
     claim(store, SystemClock(), "r00", **identity(replica.pid))

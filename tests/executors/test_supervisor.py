@@ -23,6 +23,7 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.supervision.lease import Lease, Supervised, supervisor_of
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.plan import Limits
+from executors.supervision.slots.slot_state import LOST_LEASE
 from executors.supervision.supervisor import Supervisor, main
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, read_control, write_control
@@ -315,6 +316,20 @@ def test_stop_proves_that_nobody_runs_any_more(tmp_path, executor):
     assert read_control(run.store).stop
     again = open_run(run_config(run, tmp_path), run.url, SystemClock())  # the same command resumes
     assert not read_control(again.store).stop
+
+
+@pytest.mark.parametrize(
+    ("stops", "code", "words"), [(True, exitcodes.LEFT, "stopped by"), (False, LOST_LEASE, "another supervisor")]
+)
+def test_a_supervisor_without_its_lease_says_who_took_it(tmp_path, executor, stops, code, words):
+    """After a `stop` that had to kill, the supervisor spoke of another one that keeps the replicas."""
+    run = found(tmp_path)
+    supervisor = supervisor_for(run, executor)
+    if stops:
+        write_control(run.store, SystemClock(), stop=True)
+    Lease.seize(run.store, SystemClock())
+    outcome = supervisor.tick()
+    assert outcome is not None and outcome.code == code and words in outcome.text
 
 
 def run_config(run: Run, folder: Path) -> RunConfig:

@@ -23,8 +23,13 @@ from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, folder: Path, now: float) -> Path:
-    """Write folder/report.html; return its path.   now: Unix time."""
-    return write_frozen(whole_page(report, store, now), folder)
+    """Write folder/report.html; return its path.   now: Unix time.   Raises UsageError."""
+    try:
+        return write_frozen(whole_page(report, store, now), folder)
+    except OSError as error:
+        raise UsageError(
+            f"the page cannot be written into the folder {folder}: {error.strerror}. Name another one: --to FOLDER"
+        ) from None
 
 
 def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:

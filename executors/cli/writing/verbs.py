@@ -29,7 +29,7 @@ STEP = "after T outer steps (default: the newest)"
 
 def add_verbs(verbs: Any) -> None:
     export = add_run_verb(verbs, "export", "write a step's model as a from_pretrained folder", opened(_export))
-    value(export, "--step", "T", STEP, type=int)
+    value(export, "--step", "T", STEP, type="natural")
     flag(export, "--best", help="the step with the highest reward on held-out prompts")
     value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
     value(export, "--push", "OWNER/NAME", "a repository of the Hub, with a model card, the report and rollouts")
@@ -49,7 +49,7 @@ def add_verbs(verbs: Any) -> None:
     flag(gc, "--yes", "-y", help="do not ask")
     text = "the reward of a step's model on held-out prompts, on this machine"
     evaluate = add_run_verb(verbs, "eval", text, opened(_eval))
-    value(evaluate, "--step", "T", STEP, type=int)
+    value(evaluate, "--step", "T", STEP, type="natural")
     value(evaluate, "--prompts", "FILE", "a file of prompts (default: that of the run's [eval])")
     value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type="natural")
     text = "write the rollouts of its log as states, to ask teachers about (docs/replay.md)"
