@@ -38,22 +38,9 @@ if TYPE_CHECKING:
     from executors.platforms.short_form import rank_specs
 
 __all__ = [
-    "ExecutorError",
-    "FleetExecutor",
-    "HFJobsExecutor",
-    "Handle",
-    "LaunchPlan",
-    "LocalProcessExecutor",
-    "ModalExecutor",
-    "ReplicaSpec",
-    "Result",
-    "ServerlessExecutor",
-    "SkyExecutor",
-    "SlurmExecutor",
-    "State",
-    "Status",
-    "rank_specs",
-]
+    "ExecutorError", "FleetExecutor", "HFJobsExecutor", "Handle", "LaunchPlan", "LocalProcessExecutor", "ModalExecutor",
+    "ReplicaSpec", "Result", "ServerlessExecutor", "SkyExecutor", "SlurmExecutor", "State", "Status", "rank_specs",
+]  # fmt: skip
 
 _HOMES = dict.fromkeys(__all__, "executors.platforms.base") | {"rank_specs": "executors.platforms.short_form"}
 _HOMES |= {name: module for module, _, name in (path.partition(":") for path in EXECUTORS.values())}

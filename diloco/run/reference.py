@@ -47,9 +47,9 @@ TUNING = (
     "inner.data.task_options", "inner.data.task_size", "inner.data.text", "inner.data.context_length",
     "inner.rewards.functions", "inner.rewards.timeout_s", "inner.rewards.retries", "inner.sampling.temperature",
     "inner.sampling.environment", "inner.sampling.max_tool_calling_iterations", "inner.sampling.tool_workers",
-    "inner.sampling.tool_timeout_s", "inner.sampling.boxes", "inner.grpo.objective",
-    "inner.grpo.dynamic_sampling", "inner.sdpo.weight", "inner.sdpo.context", "inner.replay.weight",
-    "inner.replay.pairs", "inner.process.weight", "inner.process.function", "inner.vllm.memory",
+    "inner.sampling.tool_timeout_s", "inner.sampling.environment_timeout_s", "inner.sampling.boxes",
+    "inner.grpo.objective", "inner.grpo.dynamic_sampling", "inner.sdpo.weight", "inner.sdpo.context",
+    "inner.replay.weight", "inner.replay.pairs", "inner.process.weight", "inner.process.function", "inner.vllm.memory",
     "inner.vllm.max_model_length", "inner.vllm.sleep", "fleet.min_replicas", "fleet.keep", "fleet.log_rollouts",
     "log.to", "log.project", "eval.task", "eval.task_size", "eval.samples",
 )  # fmt: skip

@@ -13,8 +13,11 @@ An environment whose rollouts depend on their order (a global random generator, 
 
 Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
 
+A call without an answer after `limit_s` seconds costs its rollout: it has no observation and no reward, its tools fail,
+and the next batch gets a new object in its place.  Another call begins instead.
+
 Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
-environments.  Not promised: a time limit; that a call in a thread can be ended; a gain for classes with __slots__.
+environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
 """
 
 import asyncio
@@ -22,10 +25,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
+from time import monotonic
 from typing import Any
+
+import torch
+from torch import Tensor
+
+Calls = Sequence[tuple[int, Callable[[], Any]]]  # each with the number of its rollout
 
 
 def in_order(environments: Sequence[Any]) -> set[int]:
@@ -54,35 +64,66 @@ def environments_at_once(
 ) -> AbstractContextManager[None]:
     """Let a batch's environments run `reset` (rows: the batch) or `get_reward` (rows: None) at once in a `with`."""
     if rows is None:
-        environments: list[Any] = trainer.environments
-        return methods_at_once(environments, method, [{}] * len(environments), trainer.tool_workers)
-    hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
-    given = [{key: value for key, value in row.items() if key not in hidden} for row in rows]
-    environments = drawn_environments(trainer, rows)
-    return methods_at_once(environments, method, given if environments else (), trainer.tool_workers)
+        environments, given = trainer.environments, [{}] * len(trainer.environments)
+    else:
+        _replace_hung(trainer)
+        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
+        environments = drawn_environments(trainer, rows)
+        given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
+    limits = {"workers": trainer.tool_workers, "limit_s": trainer.environment_limit_s, "hung": trainer.hung}
+    return methods_at_once(environments, method, given, **limits)
+
+
+def _replace_hung(trainer: Any) -> None:
+    """Put new objects in the place of those that hung in the last batch."""
+    bad = [id(trainer.environments[row]) for row in trainer.hung]
+    for name, pool in trainer._environment_pool.items() if bad else ():
+        pool[:] = [trainer.environment_factories[name]() if id(one) in bad else one for one in pool]
+    trainer.hung.clear()
+
+
+def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
+    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: of this rank."""
+    hung_B = torch.tensor([row in trainer.hung for row in range(rows)], device=rewards_B_F.device)
+    rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan
+    if trainer.hung and trainer._reward_calls is not None:
+        trainer._reward_calls.host.emit(
+            "warning",
+            f"{len(trainer.hung)} of {rows} rollouts have no reward: `reset` or `get_reward` of their environment gave "
+            f"no answer for {trainer.environment_limit_s:g} s (inner.sampling.environment_timeout_s)",
+        )
 
 
 @contextmanager
 def methods_at_once(
-    environments: Sequence[Any], method: str, rows: Sequence[Mapping[str, Any]], workers: int
+    environments: Sequence[Any],
+    method: str,
+    rows: Sequence[Mapping[str, Any]],
+    workers: int,
+    *,
+    limit_s: float | None = None,
+    hung: set[int] | None = None,
 ) -> Iterator[None]:
-    """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments."""
-    stay = in_order(environments)
+    """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments.
+
+    limit_s: seconds that one call may take; None: no limit.   hung: gets the rollouts whose call took longer. Such a
+    call returns None, and so does a call of a rollout that is in `hung` already."""
+    stay, hung = in_order(environments), set[int]() if hung is None else hung
     chosen = [
-        (one, partial(getattr(one, method), **row))
+        (i, one, partial(getattr(one, method), **row))
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
         if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
     ]
     batches = list[_Threads | _Tasks]()
     for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
-        calls = [(one, call) for one, call in chosen if iscoroutinefunction(call.func) == (kind is _Tasks)]
-        batches.append(batch := kind([call for _, call in calls], workers))
-        for i, (one, _) in enumerate(calls):
+        calls = [each for each in chosen if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
+        batches.append(batch := kind([(row, call) for row, _, call in calls], workers, limit_s, hung))
+        for i, (_, one, _) in enumerate(calls):
             vars(one)[method] = partial(_call_once, one, method, batch, i)
     try:
         yield
     finally:
-        for one, _ in chosen:
+        for _, one, _ in chosen:
             vars(one).pop(method, None)
         for batch in batches:
             batch.end()
@@ -94,59 +135,90 @@ def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int
 
 
 class _Threads:
-    """Calls that start together at the first `take`, at most `workers` at once."""
+    """Calls that start together at the first `take`, at most `workers` at once.   Their order is that of `take`."""
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], workers: int) -> None:
+    def __init__(self, calls: Calls, workers: int, limit_s: float | None, hung: set[int]) -> None:
+        self._rows = [row for row, _ in calls]
         self._answers = [Future[Any]() for _ in calls]
-        self._waiting = deque(zip(calls, self._answers, strict=True))
-        self._free = min(workers, len(calls))
+        self._began = [Future[float]() for _ in calls]
+        self._waiting = deque((i, call) for i, (row, call) in enumerate(calls) if row not in hung)
+        self._free = min(workers, len(self._waiting))
+        self._limit_s, self._hung = limit_s, hung
 
     def take(self, i: int) -> Any:
         """Return the result of call i, or raise its error."""
+        if self._rows[i] in self._hung:
+            return None
+        self._start()
+        until = None if self._limit_s is None else self._began[i].result() + self._limit_s
+        try:
+            return self._answers[i].result(None if until is None else max(0.0, until - monotonic()))
+        except NoAnswer:
+            if self._answers[i].done():  # it has answered just now, or raised TimeoutError itself
+                return self._answers[i].result()
+        self._hung.add(self._rows[i])
+        self._free += 1
+        self._start()
+        return None
+
+    def _start(self) -> None:
         while self._free:
             self._free -= 1
             threading.Thread(target=self._work, daemon=True).start()
-        return self._answers[i].result()
 
     def _work(self) -> None:
         with suppress(IndexError):  # no call waits any more
             while True:
-                call, answer = self._waiting.popleft()
+                i, call = self._waiting.popleft()
+                self._began[i].set_result(monotonic())
                 try:
                     result = call()
                 except BaseException as error:
-                    answer.set_exception(error)
+                    self._answers[i].set_exception(error)
                 else:
-                    answer.set_result(result)
+                    self._answers[i].set_result(result)
 
     def end(self) -> None:
         """Drop the calls that have not begun."""
         with suppress(IndexError):
             while True:
-                self._waiting.popleft()[1].set_exception(TimeoutError("the batch was over before this call began"))
+                i, _ = self._waiting.popleft()
+                for future in (self._began[i], self._answers[i]):
+                    future.set_exception(TimeoutError("the batch was over before this call began"))
 
 
 class _Tasks:
     """The same as _Threads, for async calls."""
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], workers: int) -> None:
+    def __init__(self, calls: Calls, workers: int, limit_s: float | None, hung: set[int]) -> None:
         self._calls = calls
-        self._workers = workers
+        self._workers, self._limit_s, self._hung = workers, limit_s, hung
         self._tasks: list[asyncio.Task[Any]] = []
 
     def take(self, i: int) -> Any:
         """Return the task of call i."""
         if not self._tasks:
-            limit = asyncio.Semaphore(self._workers)
-            self._tasks = [asyncio.ensure_future(_limited(limit, call)) for call in self._calls]
+            places = asyncio.Semaphore(self._workers)
+            self._tasks = [asyncio.ensure_future(self._answer(places, *each)) for each in self._calls]
         return self._tasks[i]
+
+    async def _answer(self, places: asyncio.Semaphore, row: int, call: Callable[[], Any]) -> Any:
+        if row in self._hung:
+            return None
+        async with places:
+            task = asyncio.ensure_future(call())
+            try:
+                done, _ = await asyncio.wait({task}, timeout=self._limit_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if done:
+                return task.result()
+            task.cancel()  # it may ignore that, so it is not awaited
+            self._hung.add(row)
+            return None
 
     def end(self) -> None:
         """Cancel the calls that have not ended, all in one step of the event loop, so that no waiting call begins."""
         if not all(task.done() for task in self._tasks):
             self._tasks[0].get_loop().call_soon_threadsafe(lambda: [task.cancel() for task in self._tasks])
-
-
-async def _limited(limit: asyncio.Semaphore, call: Callable[[], Any]) -> Any:
-    async with limit:
-        return await call()

@@ -43,11 +43,13 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
+    environment_limit_s: float | None = None  # environments_at_once.py
     turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
+        self.hung = set[int]()  # rollouts of this batch whose environment does not answer (environments_at_once.py)
         by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
         if by_environment:  # TRL accepts dict schemas in place of callables
             self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
@@ -70,7 +72,7 @@ class LeanToolLoop(GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.replayed is not None:
             return self.replayed.turns
-        if self.tool_workers > 1 or self.tool_limit_s is not None:
+        if self.tool_workers > 1 or self.tool_limit_s is not None or self.hung:
             from inner.rollouts.tools_at_once import run_tools_at_once
 
             run_tools_at_once(self, completions=args[3])
@@ -81,7 +83,7 @@ class LeanToolLoop(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
-        if self.tool_workers == 1 or self.environment_factories is None:
+        if self.environment_factories is None or (self.tool_workers == 1 and self.environment_limit_s is None):
             return nullcontext()
         from inner.rollouts.environments_at_once import environments_at_once
 
@@ -124,6 +126,10 @@ class LeanToolLoop(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         with self.turn(False), self.turn(True), self._environments_at_once("get_reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.environment_factories is not None and self.environment_limit_s is not None:
+            from inner.rollouts.environments_at_once import forget_hung
+
+            forget_hung(self, rewards, len(prompts))
         rewards = self._settle_rewards(rewards)
         if self.on_rollouts is not None and cast(Any, self.model).training:
             first = self.accelerator.process_index * len(prompts)  # rewards are those of all processes

@@ -27,7 +27,7 @@ from inner.rollouts.environments_at_once import in_order
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
-_STILL = "an earlier tool call of this rollout still hangs"
+_STILL = "an earlier call of this rollout still hangs"
 
 
 def run_tools_at_once(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
@@ -40,6 +40,7 @@ def run_tools_at_once(trainer: Any, completions: Sequence[Sequence[Message]]) ->
         limit_s=trainer.tool_limit_s,
         loop=getattr(trainer, "async_loop", None),  # TRL makes one if there are async tools
         in_order=in_order(trainer.environments or ()),
+        hung=trainer.hung,
     )
     trainer._sync_tool_dicts, trainer._async_tool_dicts = together.tools(), together.tools(asynchronous=True)
 
@@ -48,7 +49,7 @@ class ToolsAtOnce:
     """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
 
     workers: threads that run at once.   limit_s: seconds that one call may take; None: no limit.
-    loop: runs the async tools.   in_order: rollouts whose calls stay in TRL's loop.
+    loop: runs the async tools.   in_order: rollouts whose calls stay in TRL's loop.   hung: those whose `reset` hangs.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ToolsAtOnce:
         limit_s: float | None,
         loop: asyncio.AbstractEventLoop | None = None,
         in_order: Set[int] = frozenset(),
+        hung: Set[int] = frozenset(),
     ) -> None:
         self._tools = tools
         self._completions = completions
@@ -71,7 +73,7 @@ class ToolsAtOnce:
         self._begun: dict[int, int] = {}  # rollout -> number of messages at its newest started turn
         self._turns: dict[int, Sequence[_Call]] = {}  # rollout -> the calls of that turn
         self._results: dict[int, list[_Call]] = {}  # rollout -> calls whose results the loop has not taken yet
-        self._hanging = set[int]()
+        self._hanging = set(hung)
         self._lock = threading.Lock()
 
     def tools(self, *, asynchronous: bool = False) -> list[dict[str, Callable[..., Any]]]:

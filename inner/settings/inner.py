@@ -324,7 +324,8 @@ def _keys_of(table: type[Table]) -> tuple[str, ...]:
 
 
 TASK_ONLY = tuple(f"data.{key}" for key in ("task_options", "task_size", "task_seed", "task_chat"))
-TOOLS_ONLY = ("sampling.max_tool_calling_iterations", "sampling.tool_workers", "sampling.tool_timeout_s")
+TOOLS_ONLY = ("sampling.max_tool_calling_iterations", "sampling.tool_workers", "sampling.tool_timeout_s",
+              "sampling.environment_timeout_s")  # fmt: skip
 POLICY_ONLY = tuple(f"grpo.{knob}" for knob in POLICY_KNOBS)
 ROLLOUTS_ONLY = (
     "gradient_checkpointing", "trl", "data.prompts", "data.task",

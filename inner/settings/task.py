@@ -253,6 +253,9 @@ class SamplingSettings(Table):
     tool_timeout_s: float | None = setting(
         None, "Seconds that one tool call may take; then it is an error of its rollout.", above=0
     )
+    environment_timeout_s: float | None = setting(
+        None, "Seconds that one `reset` or `get_reward` may take; then its rollout has no reward.", above=0
+    )
     boxes: str | None = setting(
         None, "Where the episodes of Harbor tasks get their boxes (docs/reference/boxes.md).", one_of=PROVIDERS
     )

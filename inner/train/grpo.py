@@ -148,6 +148,7 @@ class GrpoLoop:
         self.trainer.on_rollouts = self._rollouts.add_batch
         sampling, self.trainer.turn = config.sampling, task.turn or self.trainer.turn
         self.trainer.tool_workers, self.trainer.tool_limit_s = sampling.tool_workers, sampling.tool_timeout_s
+        self.trainer.environment_limit_s = sampling.environment_timeout_s
 
     @_silence_libraries()
     def _build_trainer(

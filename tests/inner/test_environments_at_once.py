@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -298,3 +299,73 @@ def test_a_plain_call_that_hangs_ends_the_async_ones_of_its_rollout(loop: Any) -
     with pytest.raises(TimeoutError, match="still hangs"):
         of_loop["later"]()
     release.set()
+
+
+# ---------------------------------------------------------------------- a limit
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_call_that_hangs_costs_its_rollout_alone(workers: int) -> None:
+    gate, hung = threading.Event(), set[int]()
+    ones = [One(i, gate.wait if i in (1, 2) else None) for i in range(5)]
+    with methods_at_once(ones, "reset", [{}] * 5, workers, limit_s=0.05, hung=hung):
+        assert [one.reset() for one in ones] == [(0, {}), None, None, (3, {}), (4, {})]
+    assert hung == {1, 2}
+    gate.set()
+
+
+def test_calls_within_their_limit_are_as_without() -> None:
+    ones, hung = [One(i) for i in range(3)], set[int]()
+    with methods_at_once(ones, "reset", [{"a": 1}] * 3, 1, limit_s=PATIENCE_S, hung=hung):
+        assert [one.reset(a=1) for one in ones] == [(i, {"a": 1}) for i in range(3)] and not hung
+
+
+def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asyncio.AbstractEventLoop) -> None:
+    over = asyncio.Event()
+
+    async def stubborn() -> None:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+
+    async def nothing() -> None: ...
+
+    ones, hung = [One(0, nothing), One(1, stubborn), One(2, nothing)], {2}
+
+    async def all_of_them() -> list[Any]:
+        return [await one.get_reward() for one in ones]
+
+    with methods_at_once(ones, "get_reward", [{}] * 3, 2, limit_s=0.05, hung=hung):
+        assert ask(loop, all_of_them()) == [0, None, None] and hung == {1, 2}
+    loop.call_soon_threadsafe(over.set)
+
+
+HANGS = WORLD_FILE.replace(
+    '        self.calls = 0\n        self._meet("reset")\n',
+    "        self.calls, World.resets = 0, getattr(World, 'resets', 0) + 1\n"
+    "        if World.resets == 3:\n            World.left = self\n            threading.Event().wait()\n",
+)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_reset_that_hangs_costs_one_rollout_of_the_run(tmp_path: Path, workers: int) -> None:
+    """It held the session until the watchdog ended it."""
+    (tmp_path / "world.py").write_text(HANGS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    sampling = {"environment": "world.py:World", "tool_workers": workers, "environment_timeout_s": 0.5}
+    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
+    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
+    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    seen, stops = [], iter((False, False, True))
+    kept = loop.trainer._calculate_rewards
+
+    def rewards(*args: Any) -> Any:
+        seen.append(kept(*args).isnan().any(dim=1).tolist())
+        return kept.__self__._rewards_by_function
+
+    loop.trainer._calculate_rewards = rewards
+    with pytest.warns(UserWarning, match=r"1 of 16 rollouts have no reward: `reset` or `get_reward`"):
+        loop.train(lambda: next(stops))
+    assert seen[0] == [row == 2 for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
+    one = loop.trainer.environments[2]
+    assert one is not type(one).left

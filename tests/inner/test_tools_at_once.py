@@ -94,7 +94,7 @@ def test_a_call_that_hangs_costs_its_rollout_and_no_more() -> None:
     messages, found = together(tools, [asks(("t", {}), ("t", {}))] + [asks(("t", {}))] * 2, workers=1, limit=0.2)
     with pytest.raises(TimeoutError, match=r"gave no answer within 0\.2 s"):
         found[0]["t"]()
-    with pytest.raises(TimeoutError, match="an earlier tool call of this rollout still hangs"):
+    with pytest.raises(TimeoutError, match="an earlier call of this rollout still hangs"):
         found[0]["t"]()
     assert [found[row]["t"]() for row in (1, 2)] == [1, 2], "its place in the one worker is another's"
     for row in range(3):
