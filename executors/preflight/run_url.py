@@ -53,16 +53,28 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 
 
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError if the run would be created in a folder that holds other files."""
+    """Raise UsageError if the run would be created in a folder that holds other files, RecordsLost if a run's do."""
     folder = Path(url.removeprefix("file://"))
     if not is_folder(url) or (folder / layout.RUN).exists():
         return
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
+        _refuse_lost_run(url)
         own = shlex.quote(f"{url.rstrip('/')}/runs/first")
         raise UsageError(
             f"{url} holds {found}, which belong to no run, and a run would mix its own files with them. Name a "
             f"folder of its own: --run {own}"
         )
+
+
+def _refuse_lost_run(url: str) -> None:
+    """Raise RecordsLost if the folder has a run's records, but no run.json: such a folder needs a backup, no new run."""
+    from diloco.unreadable import no_run_words
+    from rendezvous.errors import RecordsLost
+    from rendezvous.stores.open import open_store
+
+    words, is_lost = no_run_words(url, open_store(url, make=False))
+    if is_lost:
+        raise RecordsLost(words)
 
 
 def make_folder(url: str) -> None:
