@@ -25,7 +25,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from diloco.model.export import export, state_at
+from diloco.model.export import export, model_record, state_at
 from diloco.model.publish import publish, publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
 from diloco.model.zeros import fetch_model_without_weights
@@ -34,6 +34,7 @@ from diloco.run.config import ConfigError
 from diloco.run.footprint import footprint
 from diloco.run.founding import open_run
 from diloco.run.record import ModelRecord, Parent, read_model, read_run
+from diloco.run.script import Script, ScriptConfig
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.drawn import refuse_drawn
@@ -450,6 +451,20 @@ def test_a_fork_that_was_killed_before_its_manifest_is_no_lost_run(tmp_path: Pat
     run.store.put(layout.commit_key(0), b"{}")
     with pytest.raises(RecordsLost, match=r"manifest\.json is lost, though the run has begun"):
         read_model(fork)
+
+
+def test_a_script_that_never_published_a_model_has_lost_none(tmp_path: Path) -> None:
+    """Before: verify and export of a launched make_diloco script: "manifest.json is lost … Restore it"."""
+    script = ScriptConfig(name="mine", own_script=Script("train.py"))
+    run = open_run(script, str(tmp_path / "run"), SystemClock())
+    run.store.put(layout.snapshot_key(0), b"{}")
+    run.store.put(layout.commit_key(0), b"{}")
+    assert read_model(run) is None
+    with pytest.raises(ConfigError, match=r"has no model: DiLoCoCallback publishes it .* make_diloco saves its own"):
+        model_record(run)
+    run.store.put("model/5af1/config.json", b"{}")
+    with pytest.raises(RecordsLost, match=r"manifest\.json is lost, though the run has begun"):
+        read_model(run)
 
 
 def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() -> None:
