@@ -67,7 +67,7 @@ def refuse_foreign_files(url: str) -> None:
 
 
 def _refuse_lost_run(url: str) -> None:
-    """Raise RecordsLost if the folder has a run's records, but no run.json: such a folder needs a backup, no new run."""
+    """Raise RecordsLost if the folder has a run's records, but no run.json: it needs a backup, no new run."""
     from diloco.unreadable import no_run_words
     from rendezvous.errors import RecordsLost
     from rendezvous.stores.open import open_store
