@@ -7,7 +7,6 @@
 Not promised: that the bucket answers; the first read shows that.  This module imports stores only when needed.
 """
 
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -58,23 +57,9 @@ def refuse_foreign_files(url: str) -> None:
     if not is_folder(url) or (folder / layout.RUN).exists():
         return
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
-        _refuse_lost_run(url)
-        own = shlex.quote(f"{url.rstrip('/')}/runs/first")
-        raise UsageError(
-            f"{url} holds {found}, which belong to no run, and a run would mix its own files with them. Name a "
-            f"folder of its own: --run {own}"
-        )
+        from diloco.unreadable import foreign_words
 
-
-def _refuse_lost_run(url: str) -> None:
-    """Raise RecordsLost if the folder has a run's records, but no run.json: it needs a backup, no new run."""
-    from diloco.unreadable import no_run_words
-    from rendezvous.errors import RecordsLost
-    from rendezvous.stores.open import open_store
-
-    words, is_lost = no_run_words(url, open_store(url, make=False))
-    if is_lost:
-        raise RecordsLost(words)
+        raise UsageError(foreign_words(url, found))
 
 
 def make_folder(url: str) -> None:
