@@ -1,4 +1,4 @@
-"""Error messages for a file that is not a config, a URL without run.json, other files, and what a config names and is not there.
+"""Error messages for a file that is not a config, a URL without run.json, and what a config names and is not there.
 
     bad.toml, line 3: replicas = 2 3       the file, the line and its text; the TOML parser's message
     grpo.py is a Python script             the kind of file, and where its parts belong
