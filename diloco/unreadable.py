@@ -4,6 +4,7 @@
     grpo.py is a Python script             the kind of file, and where its parts belong
     rewards.score                    ──▶   did you mean "rewards.py:score"?
     no run.json at the URL                 no run, or other records of a run, which is lost then
+    other files in the folder of a run     another folder, or the same loss
 
 Not promised: that a proposed name is the intended one.  The user's code is not run.
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 from inner.data.faults import folder_words
 from inner.settings.task import is_code, setting_of
 from rendezvous import layout
+from rendezvous.errors import RecordsLost
 from rendezvous.store import Readable
+from rendezvous.stores.open import open_store
 
 SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
 WHERE = re.compile(r" \(at line (\d+), column \d+\)")
@@ -112,6 +115,20 @@ def _defined(text: str, kind: str = "reward") -> list[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, *([ast.ClassDef] if kind == "environment" else []))
     named = [n.name for n in body if isinstance(n, kinds)]
     return [name for name in named if not name.startswith("_")]
+
+
+def foreign_words(url: str, found: str) -> str:
+    """Return the message for a folder that holds other files than a run's.   found: their names.
+
+    Raises RecordsLost if a run's records are there, too: then the folder needs a backup, and no new run."""
+    words, is_lost = no_run_words(url, open_store(url, make=False))
+    if is_lost:
+        raise RecordsLost(words)
+    own = shlex.quote(f"{url.rstrip('/')}/runs/first")
+    return (
+        f"{url} holds {found}, which belong to no run, and a run would mix its own files with them. Name a folder of "
+        f"its own: --run {own}"
+    )
 
 
 def no_run_words(url: str, store: Readable) -> tuple[str, bool]:

@@ -90,8 +90,8 @@ class Actor:
 
     def _progress(self) -> dict[str, int]:
         """Return the fields of a reward's `trainer_state`, at the outer step of the actor's weights."""
-        config, before = self._run.config, self._run.record.parent.outer_steps
-        steps = {"global_step": before + self._status.step, "max_steps": before + config.fleet.steps}
+        config, before, step = self._run.config, self._run.record.parent.outer_steps, self._status.step
+        steps = {"global_step": before + step, "max_steps": before + max(config.fleet.steps, step + 1)}
         return {name: count * config.outer.interval for name, count in steps.items()}
 
     def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":

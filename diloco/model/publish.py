@@ -72,7 +72,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         if run.config.inner.named_files:
-            inner.check_inner(run.config.inner, files)
+            inner.check_inner(run.config.inner, files, steps=run.config.fleet.steps * run.config.outer.interval)
         mine = _start_model(run, folder, clock)
         _check_start(run, files, folder)
     _, value = put_once(run.store, clock, layout.MODEL_MANIFEST, mine.encode())

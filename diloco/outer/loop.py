@@ -119,9 +119,9 @@ class OuterLoop:
         return self.committed() * self.interval + self.diloco._local_step
 
     def progress(self, before: int, steps: int) -> dict[str, int]:
-        """Return `position` and the run's end, as fields of a TrainerState.   before: outer steps of the parent."""
-        begin = before * self.interval
-        return {"global_step": begin + self.position(), "max_steps": begin + steps * self.interval}
+        """Return a TrainerState's position and end: the run's, or a later round's.   before: the parent's steps."""
+        begin, end = before * self.interval, max(steps, self.committed() + 1) * self.interval
+        return {"global_step": begin + self.position(), "max_steps": begin + end}
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -278,13 +278,13 @@ OPENING = (layout.RUN, layout.SEAL)  # the records that every reader needs first
 def read_model(run: Run) -> ModelRecord | None:
     """Return the record of the run's model; None before it is published.   Raise RecordsLost if it was, and is gone.
 
-    A commit is later than the model, and so is snapshot 0, but in a fork and in a script's run.
-    """
-    is_after = run.config.script is not None or run.record.parent.url  # ConfigError: make_diloco publishes no model
-    body, later = run.store.get(layout.MODEL_MANIFEST), [layout.commit_key(0), layout.snapshot_key(0)]
-    if body is None and any(run.store.get(key) is not None for key in later[: 1 if is_after else 2]):
+    A commit is later than the model, and so is snapshot 0, but in a fork and in a script's run. A script with
+    make_diloco publishes none: then no key begins with model/."""
+    is_script = run.config.script is not None  # ConfigError: a program with make_diloco publishes no model
+    later = [layout.commit_key(0), *([] if is_script or run.record.parent.url else [layout.snapshot_key(0)])]
+    if (body := run.store.get(layout.MODEL_MANIFEST)) is None and any(run.store.get(key) is not None for key in later):
         body = run.store.get(layout.MODEL_MANIFEST)  # it may have been published since the first look
-        if body is None:
+        if body is None and (not is_script or run.store.list("model/")):
             raise RecordsLost(
                 f"{run.url}/{layout.MODEL_MANIFEST} is lost, though the run has begun. It names the start model, and "
                 "the order and shapes of its parameters. Restore it from a backup before you resume the run"

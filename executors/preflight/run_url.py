@@ -7,7 +7,6 @@
 Not promised: that the bucket answers; the first read shows that.  This module imports stores only when needed.
 """
 
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,16 +52,14 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 
 
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError if the run would be created in a folder that holds other files."""
+    """Raise UsageError if the run would be created in a folder that holds other files, RecordsLost if a run's do."""
     folder = Path(url.removeprefix("file://"))
     if not is_folder(url) or (folder / layout.RUN).exists():
         return
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
-        own = shlex.quote(f"{url.rstrip('/')}/runs/first")
-        raise UsageError(
-            f"{url} holds {found}, which belong to no run, and a run would mix its own files with them. Name a "
-            f"folder of its own: --run {own}"
-        )
+        from diloco.unreadable import foreign_words
+
+        raise UsageError(foreign_words(url, found))
 
 
 def make_folder(url: str) -> None:

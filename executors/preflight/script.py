@@ -6,7 +6,7 @@
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
 Paths are relative to the current folder, as `python train.py` would read them.  A file that git ignores is not sent
-unless --file names it; a file with the name of a secret is never sent.
+unless --file names it; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script; name such files with --file.
 """
@@ -27,17 +27,10 @@ from diloco.run.script import Script, ScriptConfig
 from diloco.run.sibling_modules import find_siblings
 from diloco.units import byte_size
 from executors.preflight.run_url import UsageError
+from executors.preflight.secret_names import is_secret
 
 MOST_BYTES = 20_000_000
 JOINS = ("DiLoCoCallback", "make_diloco")
-OWNED = r"((my|our|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|aws|api|access|auth|refresh)[._-]?)"
-SECRETS = re.compile(  # a template of .env has no values; special_token.json and tokenizer.json are a model's
-    r"(?!\.env\.(example|sample|template|dist)$)"
-    r"(\.env.*|.*\.env|\.netrc|\.npmrc|\.pypirc|id_(rsa|dsa|ecdsa|ed25519).*|credentials.*|.*secret.*|service_account.*|"
-    rf"\.?{OWNED}*token(\.(txt|json))?|.*\.(token|pem|key|p12|pfx))",
-    re.I,
-)
-SECRET_MODULE = re.compile(rf"(?!tokens\.){OWNED}*(secrets?|credentials?|tokens?|api_?keys?|passwords?)\.py", re.I)
 SECRET_STAYS = "which has the name of a secret: give its value by --secret, or the file another name"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
@@ -81,7 +74,7 @@ def read_script(
     files = dict(_named(base, siblings, arguments, more))
     ignored = _left_out(base, files, [os.path.normpath(one) for one in more])
     unsent = {one: f"which git ignores; --file {one} sends it" for one in ignored}
-    unsent |= {one: SECRET_STAYS for one, file in files.items() if _is_secret(file.name)}
+    unsent |= {one: SECRET_STAYS for one in files if is_secret(one)}
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
@@ -131,11 +124,6 @@ def is_code(name: str) -> bool:
     return name.endswith(".py")
 
 
-def _is_secret(name: str) -> bool:
-    """Whether a file has the name of a secret; a module only by its whole name, since token_utils.py is code."""
-    return (SECRET_MODULE if is_code(name) else SECRETS).fullmatch(name) is not None
-
-
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
     """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
     words = {part for text in arguments for part in (text, text.partition("=")[2])}
@@ -149,12 +137,13 @@ def _named(
 ) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
     for code in codes:
-        if _is_secret(code.name):
+        name = code.resolve().relative_to(base.resolve()).as_posix()
+        if is_secret(name):
             raise UsageError(
-                f"the code imports {code.name}, which has the name of a secret, and the run's files are plain. Read "
+                f"the code imports {name}, which has the name of a secret, and the run's files are plain. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
             )
-        yield code.resolve().relative_to(base.resolve()).as_posix(), code
+        yield name, code
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     for text in sorted(typed | {text for code in codes for text in _strings(code)}):
         with suppress(OSError, ValueError):  # a string may be anything
@@ -178,12 +167,11 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
     if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
         raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if {"__pycache__", ".git"} & set(file.relative_to(base).parts):
+        if not file.is_file() or {"__pycache__", ".git"} & set(file.relative_to(base).parts):
             continue
-        if _is_secret(file.name):
-            raise UsageError(f"--file {text}: {file.name} has the name of a secret. Replicas get secrets by --secret")
-        if file.is_file():
-            yield file.relative_to(base).as_posix(), file
+        if is_secret(name := file.relative_to(base).as_posix()):
+            raise UsageError(f"--file {text}: {name} has the name of a secret. Replicas get secrets by --secret")
+        yield name, file
 
 
 def _left_out(base: Path, names: Collection[str], more: Sequence[str]) -> set[str]:

@@ -11,17 +11,19 @@ Not promised: every format there is.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 DATA = (".jsonl", ".json", ".csv", ".parquet")
-BEGINS = (  # first bytes of a file -> what it is, and the next thing to do
-    (b"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
-    (b"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),
-    (b"PK\x03\x04", "is a zip archive (.xlsx is one, too). Unpack it, or save the table as .csv"),
-    (b"\x28\xb5\x2f\xfd", "is compressed by zstd. Next: `unzstd {0} -o {1}`, and name that file"),
-    (b"BZh", "is compressed by bzip2. Next: `bunzip2 -c {0} > {1}`, and name that file"),
-    (b"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
-    (b"<!DOCTYPE", "is a web page. Download the file itself (on the Hub: its link `resolve`, not `blob`)"),
+BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
+    (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # comes first: a .parquet may be one
+    (rb"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
+    (rb"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),
+    (rb"PK\x03\x04", "is a zip archive (.xlsx is one, too). Unpack it, or save the table as .csv"),
+    (rb"\x28\xb5\x2f\xfd", "is compressed by zstd. Next: `unzstd {0} -o {1}`, and name that file"),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", "is compressed by bzip2. Next: `bunzip2 -c {0} > {1}`, and name that file"),
+    (rb"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
+    (rb"(?i)<(!doctype|html)\b", "is a web page. Download the file itself (on the Hub: the link `resolve`, no `blob`)"),
 )
 HALF = re.compile("[\ud800-\udfff]")  # half of a character beyond U+FFFF: no UTF-8 has it, and no tokenizer reads it
 
@@ -37,18 +39,16 @@ def folder_words(path: Path) -> str:
         return f"{path} {saved}.to_parquet('{path.name}.parquet'), and name that file"
     found = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix.lower() in DATA and p.is_file())
     there = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    there = there or f"no {', '.join(DATA)}"
-    return f"{path} is a folder. Name a file in it, or a list of files; it has {there}"
+    return f"{path} is a folder. Name a file in it, or a list of files; it has {there or 'no ' + ', '.join(DATA)}"
 
 
 def disguise(path: Path) -> str:
     """Return what a file is by its first bytes, and the next thing to do, if no reader of rows can read it; else ""."""
     with path.open("rb") as file:
         start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n")
-    if start.startswith(b"PAR1") and path.suffix.lower() != ".parquet":
-        return "is a Parquet file. Name it .parquet"
-    unpacked = path.stem if path.suffix.lower() not in DATA else f"unpacked-{path.name}"
-    return next((words.format(path.name, unpacked) for begin, words in BEGINS if start.startswith(begin)), "")
+    unpacked = path.with_name(path.stem if path.suffix.lower() not in DATA else f"unpacked-{path.name}")
+    names, begins = (quote(str(path)), quote(str(unpacked))), BEGINS[path.suffix.lower() == ".parquet" :]
+    return next((words.format(*names) for begin, words in begins if re.match(begin, start)), "")
 
 
 def prompt_fault(row: Any) -> str:

@@ -126,7 +126,7 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
         reader = csv.DictReader(lines, restkey=BEYOND)
-        if twice := [column for column, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+        if twice := [column for column, n in Counter(reader.fieldnames or ()).items() if column and n > 1]:
             raise InnerError(
                 f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
                 "column a name of its own."

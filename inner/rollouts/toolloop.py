@@ -44,12 +44,13 @@ class LeanToolLoop(GRPOTrainer):
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
     environment_limit_s: float | None = None  # environments_at_once.py
+    hung: Any = frozenset[int]()  # rollouts of this batch whose environment does not answer
     turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        self.hung = set[int]()  # rollouts of this batch whose environment does not answer (environments_at_once.py)
+        self.hung = set[int]()
         by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
         if by_environment:  # TRL accepts dict schemas in place of callables
             self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}

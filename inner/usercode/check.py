@@ -25,13 +25,14 @@ from inner.replay.pairs import training_pairs
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code, setting_of
-from inner.usercode.reward_form import SILENT, call_fault, call_of, sameness
+from inner.usercode.reward_form import SILENT, START, call_fault, call_of, sameness
 from inner.usercode.reward_words import user_lines
 from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward
 
 
-def check_inner(config: InnerConfig, files: Files) -> None:
-    """Raise InnerError for the first file or setting that cannot work."""
+def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) -> None:
+    """Raise InnerError for the first file or setting that cannot work.   steps: the run's inner steps, for rewards."""
+    START.max_steps = steps or START.max_steps
     if config.loop == "supervised":
         _check_text(config, files)
         return

@@ -218,6 +218,18 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     assert asked == [expected]
 
 
+@pytest.mark.parametrize(("step", "expected"), [(2, (12, 18)), (5, (18, 20)), (7, (22, 24))])
+def test_an_actors_rewards_read_no_position_behind_the_end(
+    step: int, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    """Before: max_steps stayed at the end of the launch after --steps had made the run longer."""
+    raw = {"inner": {"model": "toolworld"}, "fleet": {"steps": 5}, "outer": {"sync_every": 2}}
+    record = SimpleNamespace(parent=SimpleNamespace(outer_steps=4))
+    run = SimpleNamespace(config=RunConfig.from_dict(raw, tmp_path), record=record)
+    actor: Any = SimpleNamespace(_run=run, _status=SimpleNamespace(step=step))
+    assert tuple(Actor._progress(actor).values()) == expected
+
+
 def test_a_run_over_a_lighthouse_has_no_actors(tmp_path: Path) -> None:
     raw = {"inner": {"model": "toolworld"}, "rendezvous": "lighthouse://x:1"}
     with pytest.raises(ConfigError, match="meet in the bucket"):

@@ -387,6 +387,7 @@ def test_the_progress_counts_inner_steps_over_rounds_and_the_parents(fresh: str)
             plain_steps(model, optimizer, 1)
         assert found == [{"global_step": n, "max_steps": 12} for n in range(5)]
         assert loop.progress(before=10, steps=4) == {"global_step": 35, "max_steps": 42}
+        assert loop.progress(before=0, steps=1) == {"global_step": 5, "max_steps": 6}, "a run that --steps made longer"
     manager.shutdown()
 
 

@@ -25,15 +25,16 @@ from transformers import (
     Qwen2Config,
 )
 
-from diloco.model.export import export, state_at
+from diloco.model.export import export, model_record, state_at
 from diloco.model.publish import publish, publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
 from diloco.model.zeros import fetch_model_without_weights
 from diloco.process import exitcodes
-from diloco.run.config import ConfigError
+from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint
 from diloco.run.founding import open_run
 from diloco.run.record import ModelRecord, Parent, read_model, read_run
+from diloco.run.script import Script, ScriptConfig
 from inner import InnerConfig, InnerError
 from inner import publish_model as made
 from inner.models.drawn import refuse_drawn
@@ -42,6 +43,7 @@ from inner.models.known import known_model
 from inner.models.naming import HubError, HubModel
 from inner.settings.task import LoraSettings
 from inner.train.build import load_start
+from inner.usercode import reward_form
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.errors import RecordsLost, WrongRun
@@ -450,6 +452,36 @@ def test_a_fork_that_was_killed_before_its_manifest_is_no_lost_run(tmp_path: Pat
     run.store.put(layout.commit_key(0), b"{}")
     with pytest.raises(RecordsLost, match=r"manifest\.json is lost, though the run has begun"):
         read_model(fork)
+
+
+def test_the_publishers_check_tells_a_reward_the_end_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: a curriculum that divides by max_steps was refused, or passed, at an end of 1,000,000,000 steps."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "rewards.py").write_text(
+        "def score(trainer_state, **_):\n    raise ValueError(f'ends at {trainer_state.max_steps}')\n"
+    )
+    monkeypatch.setattr(reward_form.START, "max_steps", 10**9)
+    raw = {"inner": {"data": {"prompts": "prompts.jsonl"}, "rewards": {"function": "rewards.py:score"}}}
+    mine = RunConfig.from_dict({"name": "test", "fleet": {"steps": 3}, "outer": {"sync_every": 4}, **raw}, tmp_path)
+    run = open_run(mine, str(tmp_path / "run"), SystemClock())
+    assert publish(run.url) == exitcodes.USER_ERROR
+    assert "ends at 12\n" in capsys.readouterr().err
+
+
+def test_a_script_that_never_published_a_model_has_lost_none(tmp_path: Path) -> None:
+    """Before: verify and export of a launched make_diloco script: "manifest.json is lost … Restore it"."""
+    script = ScriptConfig(name="mine", own_script=Script("train.py"))
+    run = open_run(script, str(tmp_path / "run"), SystemClock())
+    run.store.put(layout.snapshot_key(0), b"{}")
+    run.store.put(layout.commit_key(0), b"{}")
+    assert read_model(run) is None
+    with pytest.raises(ConfigError, match=r"has no model: DiLoCoCallback publishes it .* make_diloco saves its own"):
+        model_record(run)
+    run.store.put("model/5af1/config.json", b"{}")
+    with pytest.raises(RecordsLost, match=r"manifest\.json is lost, though the run has begun"):
+        read_model(run)
 
 
 def test_a_manifest_names_a_hub_model_or_files_of_the_bucket_and_never_both() -> None:

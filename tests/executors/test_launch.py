@@ -22,6 +22,7 @@ from diloco.runlog.reader import read_report
 from executors.preflight import script as script_module
 from executors.preflight.run_url import UsageError
 from executors.preflight.script import Gathered, packages_of, read_script
+from executors.preflight.secret_names import is_secret
 from rendezvous.agreement.membership import read_control
 from rendezvous.stores.open import open_store
 from tests.support.ranks import children_of
@@ -130,9 +131,16 @@ def test_a_path_that_goes_up_and_down_is_sent_once(folder: Path) -> None:
 
 
 NAMES = (".env", ".env.local", ".envrc", "prod.env", "id_rsa", "server.pem", "my_secrets.json", "credentials.json")
+TOKENS = ("hf_token", "token.txt", "slack_token.txt", "team_hf_token.txt", "kaggle_token.json", "hf_read_token")
+KEPT = (
+    "service_account.json",
+    "client_secret_1.apps.google.com.json",
+    "gcp-credentials.json",
+    "api_key.txt",
+)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "hf_token", "token.txt", "service_account.json"])
+@pytest.mark.parametrize("name", [*NAMES, *TOKENS, *KEPT])
 def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
     (folder / name).write_text("s3cret")
     (folder / "helper.py").write_text(f"EVERY = 5\nKEY = open({name!r}).read()\n")
@@ -144,15 +152,13 @@ def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
 
 
 CODE = (
-    "token_utils",
-    "next_token",
-    "train_token_classifier",
-    "credentials_check",
-    "tokens",
-    "secretary",
-    "tokenization",
-)
-DATA = ("special_token.json", "special_tokens_map.json", "tokenizer.json", "added_token.txt", "conf/.env.example")
+    "token_utils", "next_token", "train_token_classifier", "credentials_check", "tokens", "secretary", "tokenization",
+    "read_tokens", "load_credentials", "secret_sharing", "secrets_example", "monkey",
+)  # fmt: skip
+DATA = (
+    "special_token.json", "special_tokens_map.json", "tokenizer.json", "added_token.txt", "conf/.env.example",
+    "secretary.csv", "passwords.jsonl", "tokens.txt", "credentials.json.example",
+)  # fmt: skip
 
 
 def test_what_only_sounds_like_a_secret_is_sent(folder: Path) -> None:
@@ -167,11 +173,15 @@ def test_what_only_sounds_like_a_secret_is_sent(folder: Path) -> None:
     assert "token_utils.py" in read("token_utils.py").config.files
 
 
-@pytest.mark.parametrize(
-    "name", ["secrets", "hf_token", "token", "api_keys", "my_apikey", "github_tokens", "passwords"]
-)
+MODULES = (
+    "secrets", "hf_token", "token", "api_keys", "my_apikey", "github_tokens", "passwords", "prod_secrets",
+    "db_credentials", "dbCredentials", "secrets_local", "stripe_secret", "slack_token", "prod_secrets/__init__",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_a_module_with_a_secret_s_own_name_is_one(name: str) -> None:
-    assert script_module._is_secret(f"{name}.py")
+    assert is_secret(f"{name}.py")
 
 
 def test_a_module_of_secrets_is_refused(folder: Path) -> None:

@@ -42,6 +42,24 @@ def test_a_run_is_not_founded_among_other_files(tmp_path: Path, verb: str, capsy
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_a_damaged_run_is_no_folder_of_other_files(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: "holds processes, which belong to no run", and the advice to start another run inside this one."""
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("one two three")
+    run = tmp_path / "run"
+    for name in (layout.claim_key("r00", 1), "processes/r00.log", "notes.md"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("{}")
+    before = listing(run)
+    assert main([verb, str(tmp_path / "run.toml"), "--run", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "run.json is lost, though replicas/r00/000001.json is there" in said and "Restore it from" in said
+    assert "belong to no run" not in said and listing(run) == before
+
+
 def test_the_folder_of_a_run_or_of_a_founding_that_was_cut_off_is_its_own(tmp_path: Path) -> None:
     for name in ("code", "report.html"):
         (tmp_path / name).mkdir()

@@ -1,8 +1,10 @@
 """Prompts in four formats give the same rows; columns get other names, a system prompt stands in front; bad files."""
 
+import bz2
 import csv
 import gzip
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,33 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, wo
         read(tmp_path / name, DataSettings())
 
 
+PARQUET = b"PAR1\x15\x04\x15\x0e\x15\x12L"  # the first bytes of a file that pyarrow wrote
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "rest"),
+    [("PAR1,prompt", "1,x"), ("BZh,prompt", "1,x"), ("BZh9,prompt", "1,x"), ("prompt,answer,,", "x,y,,")],
+)
+def test_a_csv_s_first_words_may_be_any(tmp_path: Path, first: str, rest: str) -> None:
+    """Before: refused as Parquet, as bzip2, and as a header that names the column '' twice."""
+    (tmp_path / "a.csv").write_text(f"{first}\n{rest}\n")
+    assert [row["prompt"] for row in read(tmp_path / "a.csv", DataSettings())] == ["x"]
+
+
+def test_the_command_that_unpacks_a_file_works_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: without the folder, and without quotes around a name with spaces."""
+    path = tmp_path / "my rows" / "it's a.jsonl.gz"
+    path.parent.mkdir()
+    path.write_bytes(gzip.compress(b'{"prompt": "x"}\n', mtime=0))
+    with pytest.raises(InnerError) as refused:
+        read(path, DataSettings())
+    monkeypatch.chdir(tmp_path)
+    command = str(refused.value).partition("Next: `")[2].partition("`, and")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert read(path.with_suffix(""), DataSettings()) == [{"prompt": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -136,12 +164,15 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 12\n"
         (
             "a.jsonl",
             gzip.compress(b'{"prompt": "x"}', mtime=0),
-            r"gzip\. Next: `gunzip -c a\.jsonl > unpacked-a\.jsonl`",
+            r"gzip\. Next: `gunzip -c /.*/a\.jsonl > /.*/unpacked-a\.jsonl`",
         ),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}', mtime=0), r"gzip\. Next: `gunzip -c a\.jsonl\.gz > a\.jsonl`"),
         ("a.xlsx", b"PK\x03\x04", r"is a zip archive \(\.xlsx is one, too\)\. .* save the table as \.csv"),
         ("a.jsonl", b"PAR1", r"is a Parquet file\. Name it \.parquet"),
+        *(("a.jsonl", bz2.compress(rows), "is compressed by bzip2") for rows in (b"", b"{}")),
+        ("a.jsonl", PARQUET, r"is a Parquet file\. Name it \.parquet"),
         ("a.jsonl", b"<!DOCTYPE html>", "is a web page"),
+        ("a.jsonl", b"\n<!doctype html>\n<html>", "is a web page"),
+        ("a.csv", b"<html lang='en'>", "is a web page"),
         *((f"a.{kind}", LFS, r"is a Git LFS pointer, not the data\. Next: `git lfs pull`") for kind in FORMATS),
         ("a.jsonl", b'[{"prompt": "x"}]', r"line 1 is a list\. .*or name a file that is one list \.json"),
         ("a.jsonl", b'[\n{"prompt": "x"}\n]', r"line 1 is not JSON: .*or name a file that is one list \.json"),

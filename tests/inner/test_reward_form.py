@@ -127,6 +127,13 @@ def test_a_reward_that_tells_answers_apart_gives_no_warning(tmp_path):
     assert constant_reward(*config_of(tmp_path, code)) == ""
 
 
+def test_a_refused_reward_hears_which_of_its_settings_were_taken_back(tmp_path):
+    """Before: only "expected both vectors to have same dtype", while `python rewards.py` shows no error."""
+    head = "import torch\ntorch.set_default_dtype(torch.float64)\nWEIGHTS = torch.ones(3)\n"
+    found = rehearse(*config_of(tmp_path, f"{head}{ALL}return [float(torch.ones(3) @ WEIGHTS)] * len(completions)"))
+    assert "same dtype" in found.refused and "note: rewards.py calls torch.set_default_dtype" in found.refused
+
+
 def test_the_warning_is_there_before_the_start_and_one_that_takes_long_hides_no_refusal(tmp_path):
     found = rehearse(*config_of(tmp_path, ALL + "return [float('7' in c) for c in completions]"))
     assert "as if it were a text" in found.warning and not found.refused
