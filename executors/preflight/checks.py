@@ -84,9 +84,9 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:
-        from executors.preflight.needs.box_faults import check_boxes, notes_about_patience
+        from executors.preflight.needs.box_faults import check_boxes, check_tasks
 
-        notes = [*check_boxes(config.inner.sampling.boxes, places), *notes_about_patience(config)]
+        notes = [*check_boxes(config.inner.sampling.boxes, places), *check_tasks(config)]
     plain, lora = all(place == Place(count=place.count) for place in places), config.inner.lora
     few_bits = config.inner.optimizer == "adamw8bit" or (lora is not None and lora.base is not None)
     if plain and config.inner.vllm is None and not few_bits:

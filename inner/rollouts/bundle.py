@@ -229,10 +229,10 @@ def _answers(completion: Any, prompt: Any) -> bool:
 
 def _is_message(said: dict[str, Any]) -> bool:
     """Whether TRL writes such a message: its calls have a function with a name, or a name themselves."""
-    calls = said.get("tool_calls") or []
+    calls: Any = said.get("tool_calls") or []
     known = isinstance(said.get("role", ""), str) and isinstance(said.get("content"), str | list | None)
-    called = [call.get("function", call) for call in calls] if _are(calls, dict) else [calls]
-    return known and _are(called, dict) and all(isinstance(function.get("name"), str) for function in called)
+    called: list[Any] = [call.get("function", call) for call in calls] if _are(calls, dict) else [None]
+    return known and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in called)
 
 
 def _are(found: Any, *kinds: type) -> bool:

@@ -4,13 +4,14 @@
       └ it may outlive inner.sampling.tool_timeout_s                        └ waits while `act` decides
 
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
-             tests/ copied in, test.sh as root ──▶ its number
+             places cleared, tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
 
 The next episode is another object, with another owner. So a late call of this episode does not affect the next one, and
 stops none of its boxes.
 
-Not promised: that an episode goes on after its box died: a dead box is never replaced.
+Not promised: that an episode goes on after its box died: a dead box is never replaced.  An end of processes that the
+episode left in the background of a remote box.
 """
 
 import json
@@ -26,7 +27,12 @@ from inner.extras.boxes.verdict import Blamed, BoxAction, blame
 from inner.tasks.harbor import HarborTask, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
-VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
+# exit code 0 only if nothing of the episode is left in these places, whatever permissions and links it made there
+CLEAR = (
+    "chmod -R u+rwX /logs /tests 2>/dev/null; rm -rf /logs/verifier /tests/* /tests/.[!.]* /tests/..?*; "
+    'mkdir -p /logs && mkdir /logs/verifier && [ -z "$(ls -A /tests 2>/dev/null)" ]'
+)
+VERIFIER = "bash /tests/test.sh"
 MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 
@@ -53,7 +59,7 @@ class Episode:
         """Start the box; return whether there is one."""
         self._starter.count("episodes")
         try:
-            self._box = self._starter.start(self._owner, _recipe(self._task))
+            self._box = self._starter.start(self._owner, recipe_of(self._task))
         except ProviderFailed as error:
             self._settle("provider")
             self._tell_failed(error)
@@ -133,7 +139,7 @@ class Episode:
             self._release(0)
 
     def _fresh(self, n: int) -> Box:
-        return self._starter.start(self._fresh_owner(n), _recipe(self._task))
+        return self._starter.start(self._fresh_owner(n), recipe_of(self._task))
 
     def _release(self, n: int) -> None:
         _release_quietly(self._starter, self._fresh_owner(n))
@@ -142,14 +148,16 @@ class Episode:
         return replace(self._owner, place=f"{self._owner.place}-fresh{n}")
 
 
-def _recipe(task: HarborTask) -> BoxRecipe:
+def recipe_of(task: HarborTask) -> BoxRecipe:
+    """Return how a task's boxes begin."""
     ttl = 2 * (task.agent_s + task.verifier_s)
     return BoxRecipe(image=task.image, files=unpack(task.files), folder=task.folder, ttl_s=ttl)
 
 
 def verify(box: Box, task: HarborTask) -> float | None:
     """Return the reward that the task's test.sh writes; None if it writes no number."""
-    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # the episode may have put files there
+    if box.exec(CLEAR, user="root", timeout_s=60.0).code:
+        return None
     try:
         for path, data in unpack(task.tests).items():
             box.write(path, data)
