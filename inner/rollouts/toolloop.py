@@ -43,7 +43,7 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
-    turn: Turn = staticmethod(lambda theirs: nullcontext())
+    turn: Turn = staticmethod(lambda theirs: nullcontext())  # a run's environment that is a user's file has another
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
@@ -70,9 +70,10 @@ class LeanToolLoop(GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.replayed is not None:
             return self.replayed.turns
-        from inner.rollouts.tools_at_once import prepare_tools
+        if self.tool_workers > 1 or self.tool_limit_s is not None or self.turn is not LeanToolLoop.turn:
+            from inner.rollouts.tools_at_once import prepare_tools
 
-        prepare_tools(self, completions=args[3])
+            prepare_tools(self, completions=args[3])
         return super()._tool_call_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
