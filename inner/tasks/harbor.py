@@ -17,7 +17,7 @@ import json
 import posixpath
 import random
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from inner.tasks.spec import TaskSpec
 
 MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
+MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a local box's machine
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ def load_harbor(text: str) -> HarborTask:
             f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the rows with "
             'inner.data.task = "harbor:FOLDER".'
         ) from error
+
+
+def local_fault(image: str, paths: Iterable[str]) -> str:
+    """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
+    if image:
+        return f"a local box has no images, found {image!r}. Use another provider, or leave it out."
+    for path in paths:
+        if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
+            return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
+    return ""
 
 
 def unpack(files: dict[str, str]) -> dict[str, bytes]:

@@ -39,7 +39,7 @@ from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
 from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
-from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks
+from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks, unpack
 from inner.tasks.spec import TaskSpec
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
@@ -840,7 +840,7 @@ def test_a_command_that_no_program_can_have_is_an_error_and_no_verdict(boxes: Lo
 def test_a_local_box_keeps_this_machines_programs(boxes: LocalBoxes, tmp_path: Path, docker: str) -> None:
     (task,) = read_tasks(write_task(tmp_path / "task", docker=f"FROM x\n{docker}\n"))
     with pytest.raises(InnerError, match=r"a local box has this machine's /(usr|dev), so it cannot have /(usr|dev)/"):
-        BoxStarter(boxes).start(OWNER, episode.recipe_of(task))
+        BoxStarter(boxes).start(OWNER, BoxRecipe(files=unpack(task.files), folder=task.folder))
 
 
 @bubblewrapped

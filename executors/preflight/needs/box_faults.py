@@ -23,10 +23,8 @@ from executors.preflight.place_faults import about_sandbox, may_bring
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget
 from inner.errors import InnerError
-from inner.extras.boxes.episode import recipe_of
-from inner.extras.boxes.local import recipe_fault
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import read_tasks
+from inner.tasks.harbor import local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -70,7 +68,7 @@ def check_tasks(config: RunConfig) -> list[str]:
     is_local = inner.sampling.boxes == "local"
     tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "" if is_local else "any")))
     for one in tasks if is_local else ():
-        if fault := recipe_fault(recipe_of(one)):
+        if fault := local_fault(one.image, (one.folder, *one.files)):
             raise InnerError(f"the Harbor task {one.name}: {fault}")
     if not inner.rewards.timeout_s:
         return []

@@ -59,7 +59,7 @@ class Episode:
         """Start the box; return whether there is one."""
         self._starter.count("episodes")
         try:
-            self._box = self._starter.start(self._owner, recipe_of(self._task))
+            self._box = self._starter.start(self._owner, _recipe(self._task))
         except ProviderFailed as error:
             self._settle("provider")
             self._tell_failed(error)
@@ -139,7 +139,7 @@ class Episode:
             self._release(0)
 
     def _fresh(self, n: int) -> Box:
-        return self._starter.start(self._fresh_owner(n), recipe_of(self._task))
+        return self._starter.start(self._fresh_owner(n), _recipe(self._task))
 
     def _release(self, n: int) -> None:
         _release_quietly(self._starter, self._fresh_owner(n))
@@ -148,8 +148,7 @@ class Episode:
         return replace(self._owner, place=f"{self._owner.place}-fresh{n}")
 
 
-def recipe_of(task: HarborTask) -> BoxRecipe:
-    """Return how a task's boxes begin."""
+def _recipe(task: HarborTask) -> BoxRecipe:
     ttl = 2 * (task.agent_s + task.verifier_s)
     return BoxRecipe(image=task.image, files=unpack(task.files), folder=task.folder, ttl_s=ttl)
 

@@ -36,10 +36,10 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.tasks.harbor import MACHINES, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
-MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with this machine's programs
 Wrap = Callable[[Path, str, str], list[str]]
 
 
@@ -54,16 +54,6 @@ def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
         words += ["--bind", str(path), f"/{path.name}"]
     words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # inside of a task's own /etc, too
     return [*words, "--chdir", folder, "--"]
-
-
-def recipe_fault(recipe: BoxRecipe) -> str:
-    """Return why no local box is made from this recipe; "" if one is."""
-    if recipe.image:
-        return f"a local box has no images, found {recipe.image!r}. Use another provider, or leave it out."
-    for path in (recipe.folder, *recipe.files):
-        if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
-            return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
-    return ""
 
 
 class LocalBoxes:
@@ -83,7 +73,7 @@ class LocalBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
         """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
-        if fault := recipe_fault(recipe):
+        if fault := local_fault(recipe.image, (recipe.folder, *recipe.files)):
             raise InnerError(fault)
         home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
         told = {"labels": owner.labels, "until": self._clock() + recipe.ttl_s, "folder": recipe.folder}
