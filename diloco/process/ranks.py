@@ -203,7 +203,7 @@ def _end_with_parent() -> None:
 
 def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return why this process cannot start ranks: a launcher has already started it as a rank; "" if it can."""
-    if (size := environ.get("WORLD_SIZE", "1")) == "1":
+    if (size := environ.get("WORLD_SIZE") or "1") == "1":
         return ""
     launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "a launcher that sets WORLD_SIZE"
     return (

@@ -1,6 +1,7 @@
 """Finds mistakes in the chosen places: pure functions of config, places and environment.
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
+    launcher_fault  torchrun has started this command, so its replicas would count as its processes
     vllm_missing    [inner.vllm] in a place without vLLM or a GPU, … (needs/vllm_faults.py)
     few_bits        bitsandbytes will be missing for inner.optimizer = "adamw8bit" or inner.lora.base = "nf4"
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
@@ -47,8 +48,8 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            devices_fault(config, place), image_fault(place), vllm_missing(config, place),
-            few_bits(config, place), task_fault(config, place),
+            devices_fault(config, place), launcher_fault(place, environ), image_fault(place),
+            vllm_missing(config, place), few_bits(config, place), task_fault(config, place),
             keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
@@ -81,6 +82,15 @@ def devices_fault(config: RunConfig, place: Place) -> str:
     from executors.preflight.needs.device_faults import idle_devices, ranks_fault, unequal_devices
 
     return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place)
+
+
+def launcher_fault(place: Place, environ: Mapping[str, str]) -> str:
+    if place.executor in FAR or place.actors or (size := environ.get("WORLD_SIZE") or "1") == "1":
+        return ""
+    return (
+        f"WORLD_SIZE = {size} is set here, as a launcher does, and replicas on {place.executor} inherit it: each would "
+        "refuse to be one of several processes. Unset it, or start this command once, without torchrun"
+    )
 
 
 # -------------------------------------------------------------------- installed packages

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
-from diloco.replica import main
+from diloco.replica import main, replica
 from diloco.replica.ranks import _has_no_round_left
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
@@ -246,10 +247,24 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_missing_gpu(2)
 
 
+def test_a_replica_of_one_process_does_not_read_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --nproc-per-node 1, a PyTorchJob's pod, mpirun and srun."""
+    left = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2"}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    seen = list[set[str]]()
+    monkeypatch.setattr(replica, "run_member", lambda url, slot, act, **_: act(run, None))
+    monkeypatch.setattr(replica, "train_or_run_script", lambda run, session: seen.append({*os.environ} & {*left}) or 7)
+    run = SimpleNamespace(config=SimpleNamespace(script="train.py"))
+    assert main(["runs/none"]) == 7 and seen == [{*left}], "a script may read them"
+    run.config.script = None
+    assert main(["runs/none"]) == 7 and seen[1:] == [set()]
+
+
 def test_a_replica_that_a_launcher_started_several_times_is_refused(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told_twice(2, {}) == ""
+    assert told_twice(2, {}) == told_twice(2, {"WORLD_SIZE": ""}) == ""
     assert told_twice(2, {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}).startswith(
         "torchrun has started this replica"
     )

@@ -738,6 +738,16 @@ def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere
         assert list(place_faults.notes_about(config, url, places, environ)) == []
 
 
+def test_replicas_that_would_inherit_a_launchers_number_of_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, executor, told in (("2", "local", True), ("1", "local", False), ("", "local", False), ("2", "modal", 0)):
+        found = place_faults.launcher_fault(Place(executor=executor), {"WORLD_SIZE": size})
+        assert found.startswith("WORLD_SIZE = 2 is set here, as a launcher does") is bool(told)
+    told = plan(folder, WORLD_SIZE="2")
+    assert told.code == 2 and "WORLD_SIZE = 2 is set here" in told.err
+
+
 def test_a_partition_that_the_cluster_has_not() -> None:
     there = lambda: frozenset({"gpu", "cpu"})  # noqa: E731
     assert platform_options.slurm_fault({"partition": "gpu,cpu"}, there) == ""
