@@ -156,6 +156,36 @@ def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(is_over: boo
     assert (told in words(tmp_path)[0]) != is_over
 
 
+def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
+    module.SETTLE_S, module.STOPPED_LOOKS = 0.05, 3
+    out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    followers = Followers(2, partial(_busy, 60.0))
+    for number in signals:
+        os.kill(followers._ranks[0][0].pid, number)
+    time.sleep(1.0 if len(signals) != 1 else WAIT_S)
+    followers.end(patience_s=0.0)
+    return 0
+
+
+def _busy(seconds: float) -> int:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(10**6))  # as a long step that answers nothing
+    return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells whether a process is stopped")
+@pytest.mark.parametrize(
+    "signals", [[], [signal.SIGSTOP, signal.SIGCONT], [signal.SIGSTOP]], ids=["busy", "continued", "stopped"]
+)
+def test_a_stopped_rank_ends_its_slot_and_a_busy_one_does_not(signals: list[int], tmp_path: Path) -> None:
+    child = context().Process(target=lead_one_that_is_stopped, args=(str(tmp_path), signals))
+    child.start()
+    assert wait(child) == (exitcodes.HUNG if len(signals) == 1 else 0)
+    assert ("rank 1 of 2 is stopped (SIGSTOP); the replica ends with it" in words(tmp_path)[0]) is (len(signals) == 1)
+
+
 def end_a_program(folder: str) -> int:
     os.kill(os.getpid(), signal.SIGTERM)  # a platform signals all processes; rank 0 leaves for all of them
     program = subprocess.Popen(["sleep", "60"])
