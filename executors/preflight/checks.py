@@ -89,8 +89,8 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
 
         notes = [*check_boxes(config.inner.sampling.boxes, places), *check_tasks(config)]
     plain, lora = all(place == Place(count=place.count) for place in places), config.inner.lora
-    few_bits = config.inner.optimizer == "adamw8bit" or (lora is not None and lora.base is not None)
-    if plain and config.inner.vllm is None and not few_bits and "WORLD_SIZE" not in os.environ:
+    needs = config.inner.optimizer == "adamw8bit" or (lora and lora.base) or "use_liger_kernel" in config.inner.trl
+    if plain and config.inner.vllm is None and not needs and "WORLD_SIZE" not in os.environ:
         return notes
     from executors.preflight.place_faults import notes_about, place_faults
 

@@ -5,6 +5,7 @@
 Everything runs in a process of its own: exit code 2, nothing on stdout, one message, no traceback, within 10 seconds.
 """
 
+import importlib.util
 import json
 import os
 import struct
@@ -724,6 +725,17 @@ def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: boo
     said = place_faults.few_bits(config, Place(executor="modal", options=options))
     assert (said == "") is fine and (fine or "will not be in the image on modal. Add `--pip bitsandbytes`" in said)
     assert place_faults.few_bits(RunConfig(), Place(executor="modal")) == ""
+
+
+def test_liger_kernels_that_replicas_would_lack(folder: Path) -> None:
+    config = RunConfig.from_dict({"inner": {"trl": {"use_liger_kernel": True}}})
+    assert "the image on modal. Add `--pip liger-kernel`" in place_faults.liger_missing(config, Place(executor="modal"))
+    assert place_faults.liger_missing(config, Place(executor="modal", options={"pip": ["liger-kernel==0.6"]})) == ""
+    assert place_faults.liger_missing(RunConfig(), Place()) == ""
+    if importlib.util.find_spec("liger_kernel") is None:
+        with (folder / "run.toml").open("a") as file:
+            file.write("\n[inner.trl]\nuse_liger_kernel = true\n")
+        assert "inner.trl.use_liger_kernel = true, and liger-kernel is not installed here" in plan(folder).err
 
 
 @pytest.mark.parametrize("url", ["runs/x", "s3://b/r", "hf://buckets/a/b", ""])
