@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.devices > 1 or LAUNCHED & os.environ.keys():  # a launcher's, such as torchrun's and mpirun's
         from diloco.replica.ranks import run_ranks
 
-        return run_ranks(asked.url, asked.slot, asked.parent, asked.devices)
+        return run_ranks(asked.url, asked.slot, parent=asked.parent, devices=asked.devices, inherited=LAUNCHED)
     from diloco.replica.replica import run_member, train_or_run_script
 
     return run_member(asked.url, asked.slot, train_or_run_script, parent=asked.parent)
