@@ -43,7 +43,7 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
-    turn: Turn = staticmethod(lambda theirs: nullcontext())  # a run's environment that is a user's file has another
+    turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
