@@ -170,7 +170,7 @@ def test_a_tool_that_ends_the_process_has_made_an_error(loop: asyncio.AbstractEv
 
     trainer = SimpleNamespace(
         _sync_tool_dicts=[{"now": leaves}], _async_tool_dicts=[{"later": leaves_later}], environments=None,
-        tool_workers=workers, tool_limit_s=None, async_loop=loop,
+        tool_workers=workers, tool_limit_s=None, async_loop=loop, hung=frozenset[int](),
     )  # fmt: skip
     tools_at_once.prepare_tools(trainer, [[asks(("now", {}), ("later", {}))]])
     with pytest.raises(RuntimeError, match=r"the tool called sys\.exit\(3\)"):
