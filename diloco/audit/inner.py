@@ -346,6 +346,7 @@ class _Recorded(BucketPlaces):
         )
         self._to = to
         self._refused = list[tuple[int, str, str, str]]()
+        self._other_step: tuple[str, int, memoryview] | None = None  # of a bundle here: key, step, payload
         claimed = map(layout.claimed_slot, store.list(layout.CLAIMS))
         self._has_actors = read_control(store).most_actors > 0 or any(
             slot and layout.is_actor(slot) for slot in claimed
@@ -361,6 +362,7 @@ class _Recorded(BucketPlaces):
 
         If it is a later attempt, the session refused those before it.
         """
+        self._other_step = None
         for self._anew in (True, False):
             self._refused.clear()
             if (found := super().find(place, unfit)) is not None:
@@ -374,6 +376,9 @@ class _Recorded(BucketPlaces):
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         if body == VOID:
             return None, "it is empty, or has not the run's tag"
+        record, payload = read_record(body)
+        if record.by == self._by and record.step != place.outer:
+            self._other_step = self._key(place), record.step, payload
         return super()._read(place, body, unfit)
 
     def _has_verdict(self, place: BundlePlace) -> bool:
@@ -386,7 +391,12 @@ class _Recorded(BucketPlaces):
             self._refused.append((fields["step"], fields["key"], self._slot, fields["text"]))
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
+        """Count rollouts that were made again.   If they are the session's of another step, that record is false."""
         self._to.remade += 1
+        key, step, payload = self._other_step or ("", 0, b"")
+        if payload == made.pack():
+            text = f"its record names outer step {step}, and it was sampled on step {place.outer}"
+            self._to.off.append((place.outer, key, self._slot, text))
         return made
 
 

@@ -4,12 +4,13 @@
          │                           they ignore SIGTERM: rank 0 leaves for all of them
          ├── a rank has failed ──▶ its last words, the other ranks are killed, the same end for this process
          ├── a rank has ended well, long before rank 0 ──▶ the same, as a crash
+         ├── a rank is stopped (SIGSTOP) for half a minute ──▶ the same, as hung
          └── this process has ended, in any way ──▶ the other ranks end
 
 So claim, heartbeat, signals, exit code and log are those of one process, on each platform.  `MEET` names the file in
 which the ranks find each other, so no port has to be free.
 
-Not promised: ranks on several machines; the reason of a rank that is killed.
+Not promised: ranks on several machines; the reason of a rank that is killed; to see a stopped rank without /proc.
 """
 
 import multiprocessing
@@ -21,9 +22,11 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from diloco.process import exitcodes
@@ -34,6 +37,7 @@ MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
 EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
 SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
+STOPPED_LOOKS = 30  # looks, SETTLE_S apart, that see a rank stopped before the replica ends
 LAST = "last"  # kind of the message in which a rank reports its end
 _leader: list[Connection] = []  # the pipe to rank 0, if this process is another rank
 _speaking = threading.Lock()
@@ -60,6 +64,7 @@ class Followers:
         self.is_over: Callable[[], bool] = lambda: True
         self._ended_at: dict[int, float] = {}  # ranks that ended with exit code 0 while rank 0 goes on
         self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
+        self._stopped = Counter[int]()  # looks in a row that have seen a rank stopped, by rank
         self._count = count
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         alone = threading.active_count() == 1 and hasattr(os, "fork") and sys.platform != "darwin"
@@ -100,7 +105,8 @@ class Followers:
                 if not self._hear(pipes[pipe], pipe):
                     del pipes[pipe]
             running -= set(ready)
-            if (failed := self._first_failure()) is not None and not self._ending:
+            failed = self._first_failure() or (None if ready else self._first_stopped())
+            if failed is not None and not self._ending:
                 self._failed.set()
                 return self._end_like(*failed)
 
@@ -121,6 +127,16 @@ class Followers:
         words = f": {self._said[index][0]}" if self._said[index][0] else ""
         how = describe_exit(code) if code else "exit code 0, before the run was done"
         return f"rank {index} of {self._count} ended ({how}){words}; the replica ends with it", code
+
+    def _first_stopped(self) -> tuple[str, int] | None:
+        """Return a message about a rank that is stopped, and an exit code.
+
+        It counts looks and not seconds, because this process may have been stopped, too."""
+        for index, (process, _) in enumerate(self._ranks, 1):
+            self._stopped[index] = self._stopped[index] + 1 if _is_stopped(process.pid) else 0
+            if self._stopped[index] > STOPPED_LOOKS:
+                return f"rank {index} of {self._count} is stopped (SIGSTOP); the replica ends with it", exitcodes.HUNG
+        return None
 
     def _is_missed(self, index: int) -> bool:
         """Whether a rank ended by itself, with exit code 0, some time ago, while rank 0 still goes on."""
@@ -155,6 +171,14 @@ class Followers:
                 os.kill(os.getpid(), signal.SIGKILL if -code in asking_signals() else -code)
                 time.sleep(SETTLE_S)
             os._exit(code if code > 0 else exitcodes.CRASHED)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process; not a debugger, which Linux writes as "t"."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
@@ -203,7 +227,7 @@ def _end_with_parent() -> None:
 
 def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return why this process cannot start ranks: a launcher has already started it as a rank; "" if it can."""
-    if (size := environ.get("WORLD_SIZE", "1")) == "1":
+    if (size := environ.get("WORLD_SIZE") or "1") == "1":
         return ""
     launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "a launcher that sets WORLD_SIZE"
     return (

@@ -2,20 +2,21 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+
+LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
     parser.add_argument("--slot", default="r00", help="which replica this is (r00, r01, …)")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
     parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
     asked = parser.parse_args(argv)
-    if asked.devices > 1 or os.environ.get("WORLD_SIZE", "1") != "1":
+    if asked.devices > 1 or LAUNCHED & os.environ.keys():  # a launcher's, such as torchrun's and mpirun's
         from diloco.replica.ranks import run_ranks
 
-        return run_ranks(asked.url, asked.slot, asked.parent, asked.devices)
+        return run_ranks(asked.url, asked.slot, parent=asked.parent, devices=asked.devices, inherited=LAUNCHED)
     from diloco.replica.replica import run_member, train_or_run_script
 
     return run_member(asked.url, asked.slot, train_or_run_script, parent=asked.parent)

@@ -12,6 +12,7 @@
 Not promised: that a run which passes trains well; that a platform has a free machine.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +85,12 @@ def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:
-        from executors.preflight.needs.box_faults import check_boxes, notes_about_patience
+        from executors.preflight.needs.box_faults import check_boxes, check_tasks
 
-        notes = [*check_boxes(config.inner.sampling.boxes, places), *notes_about_patience(config)]
+        notes = [*check_boxes(config.inner.sampling.boxes, places), *check_tasks(config)]
     plain, lora = all(place == Place(count=place.count) for place in places), config.inner.lora
-    few_bits = config.inner.optimizer == "adamw8bit" or (lora is not None and lora.base is not None)
-    if plain and config.inner.vllm is None and not few_bits:
+    needs = config.inner.optimizer == "adamw8bit" or (lora and lora.base) or "use_liger_kernel" in config.inner.trl
+    if plain and config.inner.vllm is None and not needs and "WORLD_SIZE" not in os.environ:
         return notes
     from executors.preflight.place_faults import notes_about, place_faults
 

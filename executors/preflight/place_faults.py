@@ -1,8 +1,10 @@
 """Finds mistakes in the chosen places: pure functions of config, places and environment.
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
+    launcher_fault  torchrun has started this command, so its replicas would count as its processes
     vllm_missing    [inner.vllm] in a place without vLLM or a GPU, … (needs/vllm_faults.py)
     few_bits        bitsandbytes will be missing for inner.optimizer = "adamw8bit" or inner.lora.base = "nf4"
+    liger_missing   liger-kernel will be missing for inner.trl.use_liger_kernel
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
     keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
     model_far       the model is a folder of this machine, and another machine publishes it
@@ -47,8 +49,9 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            devices_fault(config, place), image_fault(place), vllm_missing(config, place),
-            few_bits(config, place), task_fault(config, place),
+            devices_fault(config, place), launcher_fault(place, environ), image_fault(place),
+            vllm_missing(config, place), few_bits(config, place), liger_missing(config, place),
+            task_fault(config, place),
             keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
@@ -83,24 +86,40 @@ def devices_fault(config: RunConfig, place: Place) -> str:
     return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place)
 
 
+def launcher_fault(place: Place, environ: Mapping[str, str]) -> str:
+    if place.executor in FAR or place.actors or (size := environ.get("WORLD_SIZE") or "1") == "1":
+        return ""
+    return (
+        f"WORLD_SIZE = {size} is set here, as a launcher does, and replicas on {place.executor} inherit it: each would "
+        "refuse to be one of several processes. Unset it, or start this command once, without torchrun"
+    )
+
+
 # -------------------------------------------------------------------- installed packages
 
 
 def few_bits(config: RunConfig, place: Place) -> str:
     """Return a fault if bitsandbytes is needed and would be missing.  An image gets the packages of `--pip`, and the
     project's packages that are installed on this machine."""
-    if not (user := bitsandbytes_user(config)):
-        return ""
+    user = bitsandbytes_user(config)
+    return _absent("bitsandbytes", *user, place) if user else ""
+
+
+def liger_missing(config: RunConfig, place: Place) -> str:
+    is_used = bool(config.inner.trl.get("use_liger_kernel"))
+    return _absent("liger-kernel", "inner.trl.use_liger_kernel = true", "leave it out", place) if is_used else ""
+
+
+def _absent(package: str, setting: str, instead: str, place: Place) -> str:
     if place.executor in FAR:
-        if may_bring(place, "bitsandbytes"):
+        if may_bring(place, package):
             return ""
-        where, next_ = f"will not be in the image on {place.executor}", "Add `--pip bitsandbytes`"
+        where, next_ = f"will not be in the image on {place.executor}", f"Add `--pip {package}`"
     else:
-        if importlib.util.find_spec("bitsandbytes") is not None:
+        if importlib.util.find_spec(package.replace("-", "_")) is not None:
             return ""
-        where, next_ = "is not installed here, where replicas run", "`pip install bitsandbytes`"
-    setting, instead = user
-    return f"{setting}, and bitsandbytes {where}. {next_}, or {instead}."
+        where, next_ = "is not installed here, where replicas run", f"`pip install {package}`"
+    return f"{setting}, and {package} {where}. {next_}, or {instead}."
 
 
 def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:

@@ -141,7 +141,8 @@ class HintSplicer:
         if hint not in self._cache:
             if len(self._cache) >= CACHED:
                 self._cache.clear()
-            hinted = self._render([*_ASK, {"role": self.role, "content": hint}], False)
+            whole = hint.encode(errors="replace").decode()  # a tool's error may have half a character
+            hinted = self._render([*_ASK, {"role": self.role, "content": whole}], False)
             self._cache[hint] = hinted[len(self._render(_ASK, False)) :]
         return self._cache[hint]
 

@@ -31,7 +31,7 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 def action_text(message: Mapping[str, Any]) -> str:
     """Return the assistant's turn as one string. Tool calls are written as Qwen and Hermes models write them."""
-    calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
+    calls = [_call_text(call.get("function", call)) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in (plain_text(message.get("content")).strip(), *calls) if part)
 
 

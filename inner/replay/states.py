@@ -157,8 +157,8 @@ def _parse_record(content: str) -> dict[str, Any] | None:
     for parse in (ast.literal_eval, json.loads):
         try:
             record = parse(content)
-            _ = record["error"]
+            _ = str(record["error"])
             return record
-        except (ValueError, SyntaxError, KeyError, TypeError):  # it only looks like a record
+        except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):  # it only looks like one
             continue
     return None

@@ -212,13 +212,27 @@ def _fault(bundle: Bundle) -> str:
         return "its rewards have no names, or not a weight each"
     if not all(map(isfinite, bundle.weights)) or not all(0 <= calls < 2**53 for calls in bundle.calls):
         return f"its rewards have the weights {bundle.weights}, and its tools were called {bundle.calls} times"
-    texts = bundle.completions
-    if not isinstance(texts, list) or not all(isinstance(told, str) or (told and _are(told, dict)) for told in texts):
-        return "its completions are neither texts nor messages"
+    if not isinstance(bundle.completions, list) or not all(map(_answers, bundle.completions, bundle.prompts)):
+        return "its completions are neither texts nor messages, or another of the two than their prompts"
     named = bundle.environments
     if named is not None and not (_are(named, str, type(None)) and len(named) == len(bundle.ids)):
         return "its environments are not a name for each rollout"
     return ""
+
+
+def _answers(completion: Any, prompt: Any) -> bool:
+    """Whether TRL gives a completion in this form to such a prompt: a text to a text, and messages to messages."""
+    if not isinstance(prompt, list):
+        return isinstance(completion, str)
+    return bool(completion) and _are(completion, dict) and all(map(_is_message, completion))
+
+
+def _is_message(said: dict[str, Any]) -> bool:
+    """Whether TRL writes such a message: its calls have a function with a name, or a name themselves."""
+    calls: Any = said.get("tool_calls") or []
+    known = isinstance(said.get("role", ""), str) and isinstance(said.get("content"), str | list | None)
+    called: list[Any] = [call.get("function", call) for call in calls] if _are(calls, dict) else [None]
+    return known and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in called)
 
 
 def _are(found: Any, *kinds: type) -> bool:

@@ -73,10 +73,10 @@ class LeanToolLoop(GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.replayed is not None:
             return self.replayed.turns
-        if self.tool_workers > 1 or self.tool_limit_s is not None or self.hung:
-            from inner.rollouts.tools_at_once import run_tools_at_once
+        if self.tool_workers > 1 or self.tool_limit_s is not None or self.hung or self.turn is not LeanToolLoop.turn:
+            from inner.rollouts.tools_at_once import prepare_tools
 
-            run_tools_at_once(self, completions=args[3])
+            prepare_tools(self, completions=args[3])
         return super()._tool_call_loop(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:

@@ -9,17 +9,19 @@ rollout stay in their order, because they share an environment.  Rollouts begin 
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
 because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead.
+A tool that calls sys.exit() has made an error, in the serial loop, too.
 
-Not promised: locks around tools that several rollouts share; an end of a thread that hangs (it is left behind), or of
-an async tool that blocks the event loop.
+Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
+ignores its cancellation (both are left behind); an async tool that blocks the event loop.
 """
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResult
+from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
 
@@ -27,12 +29,19 @@ from inner.rollouts.environments_at_once import in_order
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
+CLEAN_S = 1.0  # seconds for a cancelled async call to end
 _STILL = "an earlier call of this rollout still hangs"
 
 
-def run_tools_at_once(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
-    """Put tools that run at once in front of a trainer's tools, for one generation."""
-    synchronous, later = trainer._sync_tool_dicts, trainer._async_tool_dicts
+def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
+    """Make sys.exit() an error in a trainer's tools, and let them run at once if it asks for that; for a generation."""
+    synchronous, later = (
+        [{name: _without_exit(tool) for name, tool in of_row.items()} for of_row in tools]
+        for tools in (trainer._sync_tool_dicts, trainer._async_tool_dicts)
+    )
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = synchronous, later
+    if trainer.tool_workers == 1 and trainer.tool_limit_s is None and not trainer.hung:
+        return
     together = ToolsAtOnce(
         [{**plain, **of_loop} for plain, of_loop in zip(synchronous, later, strict=True)],
         completions,
@@ -183,20 +192,38 @@ def _answer(call: _Call) -> Callable[[Future[Any]], None]:
     return lambda answer: answer.set_result(result)
 
 
+def _without_exit(tool: Callable[..., Any]) -> Callable[..., Any]:
+    if not iscoroutinefunction(tool):
+        return _exit_is_error()(tool)
+
+    async def later(**arguments: Any) -> Any:
+        with _exit_is_error():
+            return await tool(**arguments)
+
+    return later
+
+
+@contextmanager
+def _exit_is_error() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"the tool called sys.exit({end.code!r})") from end
+
+
 def _copy_result(done: Future[Any], to: Future[Any]) -> None:
     error = asyncio.CancelledError("the tool was cancelled") if done.cancelled() else done.exception()
     to.set_exception(error) if error else to.set_result(done.result())
 
 
 async def _within(limit_s: float | None, call: _Call) -> Any:
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await call.tool(**call.arguments)
-    except TimeoutError:
-        if limit.expired():
-            raise TimeoutError(_too_late(limit_s)) from None
-        raise
+    task = asyncio.ensure_future(call.tool(**call.arguments))
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
+    if not done:
+        task.cancel()
+        await asyncio.wait({task}, timeout=CLEAN_S)
+        raise TimeoutError(_too_late(limit_s))
+    return task.result()
 
 
 def _wait_for(call: _Call) -> Coroutine[Any, Any, Any]:

@@ -8,7 +8,8 @@
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
     task_options.image       the provider's image or template for all tasks
 
-Not promised: solution/ (it is never read), several containers, services, health checks; files of more than 16 MiB.
+Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks; files of more
+than 16 MiB.
 """
 
 import base64
@@ -16,7 +17,7 @@ import json
 import posixpath
 import random
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from inner.tasks.spec import TaskSpec
 
 MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
+MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a local box's machine
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,16 @@ def load_harbor(text: str) -> HarborTask:
         ) from error
 
 
+def local_fault(image: str, paths: Iterable[str]) -> str:
+    """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
+    if image:
+        return f"a local box has no images, found {image!r}. Use another provider, or leave it out."
+    for path in paths:
+        if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
+            return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
+    return ""
+
+
 def unpack(files: dict[str, str]) -> dict[str, bytes]:
     """Return path -> content."""
     return {path: base64.b64decode(text) for path, text in files.items()}
@@ -86,13 +98,20 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
+    if (folder / TEST).is_symlink():
+        raise InnerError(
+            f"the Harbor task {folder} has no verifier: {TEST} is a link, and no link is followed. Copy it."
+        )
     try:
         told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
         instruction = (folder / "instruction.md").read_text("utf-8")
-    except ValueError as error:
+        named = _table(told, "environment", folder).get("docker_image", "")
+        if not isinstance(named, str):
+            raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is no name of an image. Correct it.")
+        image = image or named
+        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
+    except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
-    image = image or str(_table(told, "environment", folder).get("docker_image", ""))
-    work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
     return HarborTask(
         name=folder.name, instruction=instruction, image=image, folder=work, files=files,
         tests=_pack(folder / "tests", "/tests"), agent_s=_seconds(told, "agent", folder),
@@ -146,11 +165,18 @@ def _copied(folder: Path, sources: list[str], target: str, work: str, files: dic
     is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
     is_folder |= any(path.startswith(f"{to}/") for path in files)
     copied = dict[str, str]()
-    for path in [path for source in sources for path in (sorted(folder.glob(source)) or [folder / source])]:
+    for path in [path for source in sources for path in _named(folder, source)]:
         if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
             raise InnerError(f"{folder}/Dockerfile copies {path}, which is a link or outside its folder. Copy a file.")
         copied |= _pack(path, f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/"))
     return copied
+
+
+def _named(folder: Path, source: str) -> list[Path]:
+    """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may mean several."""
+    inside = posixpath.normpath(source.lstrip("/") or ".")
+    found = sorted(folder.glob(inside)) if set("*?[") & set(inside) else []
+    return found or [folder / inside]
 
 
 def _pack(source: Path, target: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
-from diloco.replica import main
+from diloco.replica import main, replica
 from diloco.replica.ranks import _has_no_round_left
 from diloco.run.config import OuterError
 from diloco.runlog.reader import read_report
@@ -155,6 +156,36 @@ def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(is_over: boo
     assert (told in words(tmp_path)[0]) != is_over
 
 
+def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
+    module.SETTLE_S, module.STOPPED_LOOKS = 0.05, 3
+    out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    followers = Followers(2, partial(_busy, 60.0))
+    for number in signals:
+        os.kill(followers._ranks[0][0].pid, number)
+    time.sleep(1.0 if len(signals) != 1 else WAIT_S)
+    followers.end(patience_s=0.0)
+    return 0
+
+
+def _busy(seconds: float) -> int:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        sum(range(10**6))  # as a long step that answers nothing
+    return 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux tells whether a process is stopped")
+@pytest.mark.parametrize(
+    "signals", [[], [signal.SIGSTOP, signal.SIGCONT], [signal.SIGSTOP]], ids=["busy", "continued", "stopped"]
+)
+def test_a_stopped_rank_ends_its_slot_and_a_busy_one_does_not(signals: list[int], tmp_path: Path) -> None:
+    child = context().Process(target=lead_one_that_is_stopped, args=(str(tmp_path), signals))
+    child.start()
+    assert wait(child) == (exitcodes.HUNG if len(signals) == 1 else 0)
+    assert ("rank 1 of 2 is stopped (SIGSTOP); the replica ends with it" in words(tmp_path)[0]) is (len(signals) == 1)
+
+
 def end_a_program(folder: str) -> int:
     os.kill(os.getpid(), signal.SIGTERM)  # a platform signals all processes; rank 0 leaves for all of them
     program = subprocess.Popen(["sleep", "60"])
@@ -246,10 +277,24 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_missing_gpu(2)
 
 
+def test_a_replica_of_one_process_does_not_read_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --nproc-per-node 1, a PyTorchJob's pod, mpirun and srun."""
+    left = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2"}
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    seen = list[set[str]]()
+    monkeypatch.setattr(replica, "run_member", lambda url, slot, act, **_: act(run, None))
+    monkeypatch.setattr(replica, "train_or_run_script", lambda run, session: seen.append({*os.environ} & {*left}) or 7)
+    run = SimpleNamespace(config=SimpleNamespace(script="train.py"))
+    assert main(["runs/none"]) == 7 and seen == [{*left}], "a script may read them"
+    run.config.script = None
+    assert main(["runs/none"]) == 7 and seen[1:] == [set()]
+
+
 def test_a_replica_that_a_launcher_started_several_times_is_refused(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert told_twice(2, {}) == ""
+    assert told_twice(2, {}) == told_twice(2, {"WORLD_SIZE": ""}) == ""
     assert told_twice(2, {"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}).startswith(
         "torchrun has started this replica"
     )

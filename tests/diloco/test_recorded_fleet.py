@@ -92,6 +92,12 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     shutil.copy(first, first.with_name("0000.1.bundle"))  # as if the session had refused a broken one before
     _flip(first)
     assert [blob for _, blob, _, _ in audited(killed).off] == [again.off[0][1]]
+    last = bundles[7]
+    body = last.read_bytes()
+    at = body.rindex(b'"step":') + len('"step":')
+    last.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])  # a bit of its record: step 0 in place of 1
+    (_, found) = audited(killed).off
+    assert found[1].endswith("/0000000007/0000.0.bundle") and "names outer step 0, and it was sampled on" in found[3]
 
 
 @pytest.mark.timeout(300)

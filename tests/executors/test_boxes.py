@@ -66,6 +66,12 @@ def test_a_task_without_a_verifier_is_named(folder: Path, bwrap: str) -> None:
     assert told.code == 2 and "tasks/one has no verifier: tests/test.sh is missing" in told.err
 
 
+def test_a_task_that_no_local_box_holds_is_named(folder: Path, bwrap: str) -> None:
+    (folder / "tasks/one/environment/Dockerfile").write_text("FROM x\nWORKDIR /usr/src/app\n")
+    told = plan(folder, PATH=bwrap)
+    assert told.code == 2 and "the Harbor task one: a local box has this machine's /usr" in told.err
+
+
 def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) -> None:
     write_task(folder / "tasks/two")
     (folder / "tasks/two/instruction.md").write_text("another one")

@@ -5,6 +5,7 @@
 Everything runs in a process of its own: exit code 2, nothing on stdout, one message, no traceback, within 10 seconds.
 """
 
+import importlib.util
 import json
 import os
 import struct
@@ -726,6 +727,17 @@ def test_an_image_gets_what_8_bit_adamw_needs(options: dict[str, Any], fine: boo
     assert place_faults.few_bits(RunConfig(), Place(executor="modal")) == ""
 
 
+def test_liger_kernels_that_replicas_would_lack(folder: Path) -> None:
+    config = RunConfig.from_dict({"inner": {"trl": {"use_liger_kernel": True}}})
+    assert "the image on modal. Add `--pip liger-kernel`" in place_faults.liger_missing(config, Place(executor="modal"))
+    assert place_faults.liger_missing(config, Place(executor="modal", options={"pip": ["liger-kernel==0.6"]})) == ""
+    assert place_faults.liger_missing(RunConfig(), Place()) == ""
+    if importlib.util.find_spec("liger_kernel") is None:
+        with (folder / "run.toml").open("a") as file:
+            file.write("\n[inner.trl]\nuse_liger_kernel = true\n")
+        assert "inner.trl.use_liger_kernel = true, and liger-kernel is not installed here" in plan(folder).err
+
+
 @pytest.mark.parametrize("url", ["runs/x", "s3://b/r", "hf://buckets/a/b", ""])
 def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere(url: str, folder: Path) -> None:
     """`preflight` does not load these checks for it."""
@@ -736,6 +748,16 @@ def test_this_machine_without_settings_has_no_fault_that_is_looked_for_elsewhere
     for config in (RunConfig.from_dict({"inner": inner}, folder) for inner in (*models, {"model": "toolworld"})):
         assert list(place_faults.place_faults(config, url, places, environ)) == []
         assert list(place_faults.notes_about(config, url, places, environ)) == []
+
+
+def test_replicas_that_would_inherit_a_launchers_number_of_processes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size, executor, told in (("2", "local", True), ("1", "local", False), ("", "local", False), ("2", "modal", 0)):
+        found = place_faults.launcher_fault(Place(executor=executor), {"WORLD_SIZE": size})
+        assert found.startswith("WORLD_SIZE = 2 is set here, as a launcher does") is bool(told)
+    told = plan(folder, WORLD_SIZE="2")
+    assert told.code == 2 and "WORLD_SIZE = 2 is set here" in told.err
 
 
 def test_a_partition_that_the_cluster_has_not() -> None:

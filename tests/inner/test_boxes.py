@@ -39,7 +39,7 @@ from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
 from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
-from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks
+from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks, unpack
 from inner.tasks.spec import TaskSpec
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
@@ -698,7 +698,7 @@ def write_task(
     (folder / "tests").mkdir()
     (folder / "task.toml").write_text(toml)
     (folder / "instruction.md").write_bytes(words)
-    (folder / "environment/Dockerfile").write_text(docker)
+    (folder / "environment/Dockerfile").write_text(docker, "utf-8", "surrogateescape")
     (folder / "environment/repo/given.txt").write_text("given")
     if test is not None:
         (folder / "tests/test.sh").write_text(test)
@@ -784,6 +784,74 @@ def test_what_the_episode_puts_into_the_verifiers_place_is_removed(boxes: LocalB
     assert env.get_reward() == 1.0
 
 
+bubblewrapped = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+PLANT = "echo 1 > /{0}/reward.txt && chmod 555 /{0}"
+
+
+@bubblewrapped
+@pytest.mark.parametrize(
+    "plants",
+    [
+        f"mkdir /logs/verifier && {PLANT.format('logs/verifier')}",
+        f"mkdir -p /logs/verifier/a/b && {PLANT.format('logs/verifier')} && chmod 0 /logs/verifier/a",
+        f"mkdir v && ln -s /app/v /logs/verifier && {PLANT.format('app/v')}",
+        f"ln -s /tests /logs/verifier && {PLANT.format('tests')}",
+        "touch /logs/verifier && chmod 555 /logs",
+    ],
+)
+def test_an_episode_writes_no_reward_of_its_own(tmp_path: Path, plants: str) -> None:
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), write_task(tmp_path / "task"))
+    assert env.bash(plants) == ""
+    assert env.get_reward() == 0.0
+
+
+@bubblewrapped
+def test_the_verifiers_folder_has_nothing_of_the_episode(tmp_path: Path) -> None:
+    test = "[ -z \"$(ls -A /tests | grep -v '^test.sh$')\" ] && echo 1 > /logs/verifier/reward.txt\n"
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), write_task(tmp_path / "task", test=test))
+    assert env.bash("cd /tests && mkdir d && touch conftest.py .x ..y d/z && chmod 555 d .") == ""
+    assert env.get_reward() == 1.0
+
+
+def test_a_place_that_cannot_be_cleared_gives_no_reward(boxes: LocalBoxes) -> None:
+    """For example, because the episode's folders are so many that `rm` reaches its time limit."""
+
+    class Planted:
+        def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+            return Ran(124, "") if "rm -rf" in command else Ran(0, "1")
+
+        def write(self, path: str, data: bytes) -> None: ...
+
+    assert episode.verify(Planted(), load_harbor(TASK)) is None  # pyright: ignore[reportArgumentType]
+
+
+@real
+def test_a_command_that_no_program_can_have_is_an_error_and_no_verdict(boxes: LocalBoxes, tmp_path: Path) -> None:
+    env = _harbor(boxes, write_task(tmp_path / "task"))
+    with pytest.raises(ValueError, match="null byte"):
+        env.bash("echo a\0b")
+    for box in boxes.find({}):
+        box.stop()
+    assert env.bash("echo hi") == GONE
+    assert env.get_reward() is None, "the provider lost it"
+
+
+@pytest.mark.parametrize("docker", ["WORKDIR /usr/src/app", "COPY repo/given.txt /usr/local/bin/x", "WORKDIR /dev/x"])
+def test_a_local_box_keeps_this_machines_programs(boxes: LocalBoxes, tmp_path: Path, docker: str) -> None:
+    (task,) = read_tasks(write_task(tmp_path / "task", docker=f"FROM x\n{docker}\n"))
+    with pytest.raises(InnerError, match=r"a local box has this machine's /(usr|dev), so it cannot have /(usr|dev)/"):
+        BoxStarter(boxes).start(OWNER, BoxRecipe(files=unpack(task.files), folder=task.folder))
+
+
+@bubblewrapped
+def test_a_task_may_have_files_in_etc(tmp_path: Path) -> None:
+    docker = "FROM x\nCOPY repo/given.txt /etc/app/x\nCOPY repo /app\n"
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), write_task(tmp_path / "task", docker=docker))
+    assert env.bash("cat /etc/app/x") == "given"
+    there = env.bash("ls -A /etc/alternatives 2>/dev/null || true").split()
+    assert set(there) == {path.name for path in Path("/etc/alternatives").glob("*")}
+
+
 @real
 def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
     box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
@@ -803,7 +871,7 @@ def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_p
 SUM = "def add(a, b):\n    return {}\n\ndef one():\n    return 1\n"
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@bubblewrapped
 @pytest.mark.parametrize(("body", "expected"), [("a + b", 1.0), ("7", 0.0), ("None", 0.0)])
 def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, expected: float) -> None:
     tests = [
@@ -829,6 +897,9 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"test": None}, "has no verifier: tests/test.sh is missing"),
         ({"docker": "FROM x\nRUN apt-get update\n"}, "no image is built here"),
         ({"docker": "FROM x\nCOPY absent /app\n"}, "has no files"),
+        ({"docker": "FROM x\nCOPY repo /app # all\n"}, "has no files"),
+        ({"docker": "FROM x\nCOPY a**b /app\n"}, "cannot be read: Invalid pattern"),
+        ({"docker": "FROM x\n# \udcff\n"}, "cannot be read: 'utf-8' codec"),
         ({"docker": "FROM x\nWORKDIR /\n"}, "no image is built here"),
         ({"docker": "FROM x\nWORKDIR $HOME\n"}, "no image is built here"),
         ({"docker": 'FROM x\nCOPY ["repo", "/app"]\n'}, "no image is built here"),
@@ -836,12 +907,21 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"toml": '[verifier]\ntimeout_sec = "10 min"\n'}, r"\[verifier\] timeout_sec = '10 min' is no number of sec"),
         ({"toml": "[agent]\ntimeout_sec = inf\n"}, "is no number of seconds"),
         ({"toml": "agent = 3\n"}, "agent = 3 is not a table"),
+        ({"toml": "[environment]\ndocker_image = 5\n"}, "docker_image = 5 is no name of an image"),
         ({"words": b"\xff"}, "cannot be read: 'utf-8' codec"),
     ],
 )
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
         read_tasks(write_task(tmp_path / "task", **change))
+
+
+def test_a_verifier_that_is_a_link_is_refused_as_no_link_is_packed(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task")
+    (folder / "tests/test.sh").rename(folder / "tests/real.sh")
+    (folder / "tests/test.sh").symlink_to("real.sh")
+    with pytest.raises(InnerError, match=r"has no verifier: tests/test\.sh is a link"):
+        read_tasks(folder)
 
 
 @pytest.mark.parametrize(
@@ -852,6 +932,9 @@ def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], me
         ("WORKDIR /w/../src\ncopy repo/given.txt named.txt", "/src", ["/src/named.txt"]),
         ("COPY repo / \nCOPY repo/*.txt repo/given.txt /many", "/app", ["/given.txt", "/many/given.txt"]),
         ("COPY repo /app\nCOPY repo/given.txt /app", "/app", ["/app/given.txt"]),
+        ("COPY . /w", "/app", ["/w/Dockerfile", "/w/repo/given.txt"]),
+        ("COPY ./ .", "/app", ["/app/Dockerfile", "/app/repo/given.txt"]),
+        ("COPY /repo /app", "/app", ["/app/given.txt"]),
     ],
 )
 def test_copy_and_workdir_mean_what_they_mean_to_docker(tmp_path: Path, docker: str, work: str, files: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from inner.errors import InnerError
 from inner.extras.engines.choose import use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
-from inner.extras.engines.sampling import DrawSettings, adapter_tensors
+from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
 from inner.extras.engines.server import AdapterServer
 from inner.rollouts.acting import Sampler
 from inner.settings.inner import InnerConfig, Seeds
@@ -139,6 +139,10 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
         (setting(token_ids=[5, 6]), "2 token ids and"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [-1.0]}, finish_reason="stop"), "ended a completion"),
         (setting(token_ids=[5], logprobs={"token_logprobs": [None]}, finish_reason="length"), "float"),
+        *(
+            (setting(token_ids=[5, 9], logprobs={"token_logprobs": [-1.0, odd]}), "no numbers or above 0")
+            for odd in (math.nan, -math.inf, 3.0)
+        ),
         (setting(finish_reason="abort"), "ended by 'abort'"),
         (setting(finish_reason=None), "ended by None"),
         (
@@ -161,6 +165,22 @@ def test_answers_without_ids_or_log_probs_end_the_actor_with_a_sentence(
     state.change = change
     with pytest.raises(InnerError, match=f"(?s){words}.*An actor needs `return_token_ids`"):
         engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset({9}), 7))
+
+
+@pytest.mark.parametrize("token", [-5, 100_000, 2**70])
+def test_a_token_of_another_model_is_told_and_makes_no_bundle(token: int) -> None:
+    class Other:
+        name, together = "openai", 1
+
+        def load(self, parameters: Any) -> None: ...
+
+        def sample(self, prompt: Any, n: int, settings: DrawSettings) -> Any:
+            return [[token, *settings.ends]] * n, [[-1.0, -0.1]] * n
+
+    loop = a_loop()
+    sample_with(loop.trainer, Other())
+    with pytest.raises(InnerError, match=rf"the engine sampled the token {token}, and the run's model has \d+ tokens"):
+        Sampler(loop.trainer).sample(SHARE, 0)
 
 
 def test_an_adapter_that_the_server_does_not_load_is_told_with_the_flags_that_it_needs(

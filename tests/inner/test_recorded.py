@@ -224,7 +224,7 @@ def some_rollouts(**changes: Any) -> Bundle:
     text = [{"role": "user", "content": "x"}]
     return replace(
         Bundle(
-            prompts=[text, text], completions=["y", text], prompt_ids=[[1, 2]] * 2, ids=[[3, 4, 5]] * 2,
+            prompts=[text, text], completions=[text, text], prompt_ids=[[1, 2]] * 2, ids=[[3, 4, 5]] * 2,
             mask=[[1, 0, 1]] * 2, logprobs=[[-1.0] * 3] * 2, rewards=torch.tensor([[1.0], [float("nan")]]), names=["r"],
             weights=[1.0], environments=["a", None],
         ),
@@ -236,13 +236,23 @@ def numbers(*values: float, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
+ASKED = [{"role": "user", "content": "a"}]
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+AS_TRL_WRITES: list[Any] = [
+    [{"role": "tool", "name": "f", "content": [np.int64(3), date(2026, 1, 2)]}],  # a tool's result of any kind
+    [{"role": "assistant", "content": "", "tool_calls": [CALL], "thinking": "x"}, {"role": "tool", "content": "3"}],
+    [{"role": "assistant", "content": "x", "tool_calls": None}],
+    [{"role": "assistant", "content": "", "tool_calls": [{"type": "custom", "name": "f", "arguments": "{"}]}],
+]
+
+
 def test_what_a_trainer_may_have_made_can_be_read() -> None:
     for made in (
         some_rollouts(),
         some_rollouts(mask=None, logprobs=None, environments=None),
         some_rollouts(rewards=torch.tensor([[1e18], [-1e18]])),  # the largest (attempts.py)
         some_rollouts(rewards=torch.full((2, 1), float("nan"))),  # no completion could be judged
-        some_rollouts(completions=[[{"role": "tool", "content": [np.int64(3), date(2026, 1, 2)]}]] * 2),  # of any kind
+        *(some_rollouts(prompts=[ASKED] * 2, completions=[told] * 2) for told in AS_TRL_WRITES),
         some_rollouts(logprobs=[[None, -1.0, -1.0], [-1.0] * 3]),  # an engine had none for a token
     ):
         assert again(made).pack() == made.pack()
@@ -288,6 +298,21 @@ def test_tensors_that_no_trainer_can_train_on_are_no_bundle(tensors: dict[str, A
     assert random.getstate() == before[0] and torch.equal(torch.random.get_rng_state(), before[1])
 
 
+def messages(*said: Any) -> dict[str, Any]:
+    return {"prompts": [ASKED], "prompt_of": [0, 0], "completions": [list(said)] * 2}
+
+
+ODD: list[dict[str, Any]] = [
+    {"role": 3},
+    {"content": 3},
+    {"tool_calls": -1},
+    {"tool_calls": {"function": {"name": "f"}}},
+    {"tool_calls": ["f"]},
+    {"tool_calls": [{}]},
+    {"tool_calls": [{"function": None}]},
+    {"tool_calls": [{"function": {"arguments": {}}}]},
+    {"tool_calls": [{"function": {"name": 3}}]},
+]
 STATES = RandomStates.read().numbers
 WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
     ({"random": {}}, "random states cannot be restored"),
@@ -310,6 +335,9 @@ WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
     ({"completions": {"a": 1, "b": 2}}, "neither texts nor messages"),
     ({"completions": ["y", ["a", "b"]]}, "neither texts nor messages"),
     ({"completions": ["y"]}, "different numbers of rollouts"),
+    ({"completions": ["y", ASKED]}, "another of the two than their prompts"),
+    *((messages({"role": "assistant", "content": "", **odd}), "neither texts nor messages") for odd in ODD),
+    ({"prompt_of": [0, 0], "prompts": ["x"]}, "another of the two than their prompts"),
     ({"environments": ["a"]}, "environments"),
     ({"environments": [1, 2]}, "environments"),
     ({"prompt_of": [0, 5]}, "IndexError"),

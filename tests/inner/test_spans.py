@@ -34,6 +34,9 @@ def test_error_text() -> None:
     assert error_text("Error: user not found") == "Error: user not found"  # a tool that reports instead of raising
     assert error_text("Error rate: 3 %") is None
     assert error_text([{"type": "image"}]) is None
+    for most in ("-" * 99_999 + "1}", "0x" + "f" * 5000 + "}"):  # beyond what Python parses, and what it prints
+        assert error_text("{'error': " + most) is None
+    assert error_text('{"error": ' + "[" * 99_999) is None
 
 
 def test_turns_get_the_error_of_their_own_call() -> None:
@@ -100,6 +103,10 @@ def test_a_splicer_reads_the_template_or_says_why_it_cannot() -> None:
     splice = HintSplicer(render)
     assert (splice.opening, splice.role) == ([3], "user")
     assert splice([1, 1, 9, 3], "use b", [7, 8, 9]) == [1, 1, 9, 1, 5, 9, 3, 7, 8, 9]
+    told = list[str]()
+    write = HintSplicer(lambda messages, opened: told.append(messages[-1]["content"]) or render(messages, opened))
+    write.hint_ids("half \ud800")
+    assert "half ?" in told  # no tokenizer takes half a character
     with pytest.raises(InnerError, match="does not open an assistant turn"):
         HintSplicer(lambda messages, opened: render(messages, False))
     with pytest.raises(InnerError, match="takes no message between"):

@@ -1,11 +1,17 @@
 """All tool calls of a turn run at the same time, and nothing that the serial loop makes is another."""
 
+import asyncio
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from inner.rollouts import tools_at_once
 from inner.rollouts.tools_at_once import ToolsAtOnce
 from tests.benchmarks.bench_tools import run
 from tests.inner.test_toolworld import SMALL, small_folder
@@ -120,6 +126,58 @@ def test_more_hanging_calls_than_workers_keep_no_rollout_waiting() -> None:
             seen.append("late")
     assert seen == [0, "late", "late", 3, "late", 5]
     release.set()
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, daemon=True)
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(PATIENCE_S)
+
+
+def test_an_async_call_that_ignores_its_cancellation_costs_its_rollout_and_no_more(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools_at_once, "CLEAN_S", 0.05)
+
+    async def stays() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(2 * PATIENCE_S)
+        await asyncio.sleep(2 * PATIENCE_S)
+
+    async def quick() -> int:
+        return 1
+
+    made = ToolsAtOnce([{"t": stays}, {"t": quick}], [[asks(("t", {}))]] * 2, workers=1, limit_s=0.05, loop=loop).tools(
+        asynchronous=True
+    )
+    late, answer = (asyncio.run_coroutine_threadsafe(of_row["t"](), loop) for of_row in made)
+    with pytest.raises(TimeoutError, match=r"gave no answer within 0\.05 s"):
+        late.result(PATIENCE_S)
+    assert answer.result(PATIENCE_S) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_tool_that_ends_the_process_has_made_an_error(loop: asyncio.AbstractEventLoop, workers: int) -> None:
+    def leaves() -> None:
+        sys.exit(3)
+
+    async def leaves_later() -> None:
+        sys.exit("bye")
+
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{"now": leaves}], _async_tool_dicts=[{"later": leaves_later}], environments=None,
+        tool_workers=workers, tool_limit_s=None, async_loop=loop, hung=frozenset[int](),
+    )  # fmt: skip
+    tools_at_once.prepare_tools(trainer, [[asks(("now", {}), ("later", {}))]])
+    with pytest.raises(RuntimeError, match=r"the tool called sys\.exit\(3\)"):
+        trainer._sync_tool_dicts[0]["now"]()
+    called = asyncio.run_coroutine_threadsafe(trainer._async_tool_dicts[0]["later"](), loop)
+    with pytest.raises(RuntimeError, match=r"the tool called sys\.exit\('bye'\)"):
+        called.result(PATIENCE_S)
 
 
 def test_a_tools_own_timeout_is_its_error() -> None:

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from inner.extras.boxes.box import BoxGone, BoxOwner, BoxRecipe, ProviderFailed, Ran
+from inner.extras.boxes.episode import CLEAR
 
 SCRIPT = """set -e
 PATH="$PATH:/usr/sbin:/sbin"
@@ -125,7 +126,7 @@ class PlantedBox:
         provider.alive[self.number] = self
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        if command.startswith(("mkdir -p /app", "rm -rf /tests")):
+        if command.startswith("mkdir -p /app") or command == CLEAR:
             return Ran(0, "")
         if command.startswith("[ -f /logs/verifier/"):
             return Ran(0, self.answer)

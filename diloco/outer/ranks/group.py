@@ -82,7 +82,7 @@ class Group:
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Return how many processes a launcher has started for one model; 1 without a launcher."""
-    text = environ.get("WORLD_SIZE", "1")
+    text = environ.get("WORLD_SIZE") or "1"
     if not text.isdecimal() or int(text) < 1:
         raise OuterError(f"WORLD_SIZE = {text!r} is not a number of processes. Unset it, or let torchrun set it")
     return int(text)

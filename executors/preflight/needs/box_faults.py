@@ -24,7 +24,7 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget
 from inner.errors import InnerError
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import read_tasks
+from inner.tasks.harbor import local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -57,13 +57,22 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
     return list(_notes(NEEDS[provider], places))
 
 
-def notes_about_patience(config: RunConfig) -> list[str]:
-    """Return a note if the verifiers of a run's Harbor tasks may take longer than inner.rewards.timeout_s."""
+def check_tasks(config: RunConfig) -> list[str]:
+    """Return a note if the verifiers of a run's Harbor tasks may take longer than inner.rewards.timeout_s.
+
+    Raise InnerError for a task that no local box can hold."""
     inner, task = config.inner, config.inner.data.task or ""
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
-    if not task.startswith(f"{HARBOR}:") or not folder.is_dir() or not inner.rewards.timeout_s:
+    if not task.startswith(f"{HARBOR}:") or not folder.is_dir():
         return []
-    longest = max(one.verifier_s for one in read_tasks(folder, image="any"))
+    is_local = inner.sampling.boxes == "local"
+    tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "" if is_local else "any")))
+    for one in tasks if is_local else ():
+        if fault := local_fault(one.image, (one.folder, *one.files)):
+            raise InnerError(f"the Harbor task {one.name}: {fault}")
+    if not inner.rewards.timeout_s:
+        return []
+    longest = max(one.verifier_s for one in tasks)
     needed = longest * -(-inner.generation_size // inner.sampling.tool_workers)
     if needed <= inner.rewards.timeout_s:
         return []

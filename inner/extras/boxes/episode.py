@@ -4,13 +4,14 @@
       └ it may outlive inner.sampling.tool_timeout_s                        └ waits while `act` decides
 
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
-             tests/ copied in, test.sh as root ──▶ its number
+             places cleared, tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
 
 The next episode is another object, with another owner. So a late call of this episode does not affect the next one, and
 stops none of its boxes.
 
-Not promised: that an episode goes on after its box died: a dead box is never replaced.
+Not promised: that an episode goes on after its box died: a dead box is never replaced.  An end of processes that the
+episode left in the background of a remote box.
 """
 
 import json
@@ -26,7 +27,12 @@ from inner.extras.boxes.verdict import Blamed, BoxAction, blame
 from inner.tasks.harbor import HarborTask, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
-VERIFIER = "mkdir -p /logs/verifier && rm -rf /logs/verifier/* && bash /tests/test.sh"
+# exit code 0 only if nothing of the episode is left in these places, whatever permissions and links it made there
+CLEAR = (
+    "chmod -R u+rwX /logs /tests 2>/dev/null; rm -rf /logs/verifier /tests/* /tests/.[!.]* /tests/..?*; "
+    'mkdir -p /logs && mkdir /logs/verifier && [ -z "$(ls -A /tests 2>/dev/null)" ]'
+)
+VERIFIER = "bash /tests/test.sh"
 MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
 REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
 
@@ -149,7 +155,8 @@ def _recipe(task: HarborTask) -> BoxRecipe:
 
 def verify(box: Box, task: HarborTask) -> float | None:
     """Return the reward that the task's test.sh writes; None if it writes no number."""
-    box.exec("rm -rf /tests/* /tests/.[!.]*", user="root", timeout_s=60.0)  # the episode may have put files there
+    if box.exec(CLEAR, user="root", timeout_s=60.0).code:
+        return None
     try:
         for path, data in unpack(task.tests).items():
             box.write(path, data)

@@ -36,6 +36,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.tasks.harbor import MACHINES, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
@@ -47,10 +48,11 @@ def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
     words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
-    for path in ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives"):
+    for path in MACHINES:
         words += ["--ro-bind-try", path, path]
     for path in sorted(root.iterdir()):
         words += ["--bind", str(path), f"/{path.name}"]
+    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # inside of a task's own /etc, too
     return [*words, "--chdir", folder, "--"]
 
 
@@ -71,10 +73,8 @@ class LocalBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
         """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
-        if recipe.image:
-            raise InnerError(
-                f"a local box has no images, found {recipe.image!r}. Use another provider, or leave it out."
-            )
+        if fault := local_fault(recipe.image, (recipe.folder, *recipe.files)):
+            raise InnerError(fault)
         home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
         told = {"labels": owner.labels, "until": self._clock() + recipe.ttl_s, "folder": recipe.folder}
         (home / "box.json").write_text(json.dumps(told))

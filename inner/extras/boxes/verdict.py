@@ -61,6 +61,6 @@ def _replay(actions: Sequence[BoxAction], box: Box) -> int | None:
             action.run(box)
         except BoxGone:
             return i
-        except OSError:  # for example a missing file: the episode saw the same error
+        except (OSError, ValueError):  # for example a NUL in a command: the episode saw the same error
             continue
     return None

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
+from inner.errors import InnerError
 from inner.rollouts.generation import GenerationTrainer
 
 Sampled = tuple[list[list[int]], list[list[float]]]  # ids and log-probs of n completions
@@ -64,8 +65,14 @@ class _Asking(GenerationTrainer):
                 for (prompt, n), seed in zip(groups, seeds, strict=True)
             ]
             answers = [one.result() for one in asked]
-        ids, logprobs = zip(*answers, strict=True)
-        return list(chain(*ids)), list(chain(*logprobs))
+        ids, logprobs = (list(chain(*part)) for part in zip(*answers, strict=True))
+        most = self.accelerator.unwrap_model(self.model).get_input_embeddings().num_embeddings
+        if unknown := [token for row in ids for token in row if not 0 <= token < most]:
+            raise InnerError(
+                f"the engine sampled the token {unknown[0]}, and the run's model has {most} tokens. Start it with that "
+                "model"
+            )
+        return ids, logprobs
 
     def _settings(self, seed: int) -> DrawSettings:
         ends: Any = self.generation_config.eos_token_id
