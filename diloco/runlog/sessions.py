@@ -33,6 +33,7 @@ class SessionSummary:
     seen, said: the reasons for its end that its supervisor saw, and that the session itself logged.
     device: the name of the training device, "" if unknown.
     restarted_by: the platform that restarted the same launch, "" if none did.
+    failed: its process ended with an error after the run's last outer step, as a script's evaluation may.
     """
 
     slot: str
@@ -49,6 +50,7 @@ class SessionSummary:
     said: str = ""
     device: str = ""
     restarted_by: str = ""
+    failed: bool = False
 
     @property
     def name(self) -> str:
@@ -64,12 +66,13 @@ class SessionSummary:
         """The end of the session as text."""
         if self.preempted:
             return f"preempted by {self.restarted_by}, started again"
-        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
+        how = "done, then failed" if self.failed else self.how
+        return f"{how}, started again by {self.restarted_by}" if self.restarted_by else how
 
     @property
     def why(self) -> str:
         """The reason for its end in one line; "" while it runs, after a regular end, or if unknown."""
-        if self.preempted or self.how in ("running", "done", "fence"):
+        if self.preempted or (self.how in ("running", "done", "fence") and not self.failed):
             return ""
         return joined_words(self.seen, self.said)
 
@@ -85,6 +88,7 @@ def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> 
             session.ended = e["at"]
             session.how = "lost"
         if session is not None:
+            session.failed = e["event"] == "lost" and session.how == "done"
             session.seen = observed_words(e) or session.seen
         return
     session = sessions.get((e["slot"], e["generation"]))

@@ -67,11 +67,11 @@ def read_script(
     """
     base = Path.cwd()
     path = _module_file(name, base) if is_module else _script_file(name)
-    if not path.resolve().is_relative_to(base.resolve()):
-        base = path.parent if not is_module else base
+    if not path.resolve().is_relative_to(base.resolve()) and not is_module:
+        base = Path(os.path.abspath(path.parent))
     source = _source(path)
     is_here = path.resolve().is_relative_to(base.resolve())
-    siblings = [path, *find_siblings(path).values()] if is_here else []
+    siblings = [path, *find_siblings(path, base if is_module else None).values()] if is_here else []
     siblings += _modules_in(arguments, base, path)
     if checked and not any(word in _source(one) for one in siblings or [path] for word in JOINS):
         raise UsageError(
@@ -85,9 +85,9 @@ def read_script(
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
-    shown = path.resolve().relative_to(base.resolve()).as_posix() if is_here and not is_module else name
+    shown = _name_below(base, path) if is_here and not is_module else name
     script = Script(shown, tuple(arguments), is_module, packages)
-    stem = name.rpartition(".")[2] if is_module else path.stem
+    stem = name.rpartition(".")[2] if is_module else Path(name).stem
     return Gathered(
         ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
         tuple(_notes(sent, unsent, packages, arguments, {text for code in siblings for text in _strings(code)})),
@@ -95,10 +95,11 @@ def read_script(
 
 
 def _script_file(name: str) -> Path:
+    """Return the script, not a link to it, because Python finds its modules beside the file.   Raises UsageError."""
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"there is no script {name}. Give the path of a Python file, or a module with -m")
-    return path
+    return path.resolve() if path.is_symlink() else path
 
 
 def _module_file(name: str, base: Path) -> Path:
@@ -154,7 +155,7 @@ def _named(
                 f"the code imports {code.name}, which has the name of a secret, and the run's files are plain. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
             )
-        yield code.resolve().relative_to(base.resolve()).as_posix(), code
+        yield _name_below(base, code), code
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     for text in sorted(typed | {text for code in codes for text in _strings(code)}):
         with suppress(OSError, ValueError):  # a string may be anything
@@ -164,6 +165,11 @@ def _named(
                 yield os.path.normpath(text), file
     for text in more:
         yield from _asked_for(base, text)
+
+
+def _name_below(base: Path, code: Path) -> str:
+    """Return the name by which the script finds a file of code, which may be a link to elsewhere."""
+    return Path(os.path.abspath(code)).relative_to(base).as_posix()
 
 
 def _strings(code: Path) -> Iterator[str]:

@@ -29,7 +29,7 @@ X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 EPOCHS = SimpleNamespace(interval="epoch", frequency=1)
 FINE: dict[str, Any] = {
     "optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0, "estimated_stepping_batches": 8,
-    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS],
+    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS], "callbacks": [],
 }  # fmt: skip
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
@@ -79,6 +79,7 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path)
         ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
         ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
         ({"global_step": 5}, "the bucket is the checkpoint"),
+        ({"callbacks": [lightning.pytorch.callbacks.EarlyStopping("train_loss")]}, "would end this replica alone"),
         ({"num_training_batches": float("inf"), "lr_scheduler_configs": [EPOCHS]}, 'Set its interval to "step"'),
     ],
     ids=str,

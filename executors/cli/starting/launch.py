@@ -1,24 +1,28 @@
 """`diloco launch SCRIPT`: reads the script, shows the files to send and the price, and creates the run.
 
-    SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run
+    SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run ─▶ end_of
                                         └ --dry-run ends here  └ founded again with a corrected script or argument,
                                                                  if nothing was trained in it (again.py)
 
 Not promised: that the script trains; this command only reads it, and the replicas execute it.
 """
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 
 from diloco.run.combinations import refuse_actors
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
+from diloco.runlog.reader import Reader
+from diloco.runlog.scope import STATUS
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
 from executors.preflight import quote, run_url
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
+from executors.supervision.supervisor import FAILED, Outcome
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
@@ -62,3 +66,17 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     else:
         quote.write_quote(run.store, clock, offer)
     return run
+
+
+def end_of(run: Run, outcome: Outcome) -> Outcome:
+    """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere."""
+    newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}
+    over = [x for x in newest.values() if x.how == "done"]
+    if not (failed := [x for x in over if x.failed]):
+        return outcome
+    text = (
+        f"{outcome.text}; after its training, the script failed in {', '.join(x.slot for x in failed)} "
+        f"({failed[0].why}). Correct it; DILOCO_RUN={shlex.quote(run.url)} python {run.config.script} then does this "
+        "part with the run's weights"
+    )
+    return replace(outcome, text=text, code=FAILED if failed == over else outcome.code)
