@@ -23,6 +23,7 @@ _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memor
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # most characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
+LOST_LATER = {"replaced": "lost", "done": "done, then failed"}  # a script may fail after its training
 BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
 
 
@@ -33,7 +34,6 @@ class SessionSummary:
     seen, said: the reasons for its end that its supervisor saw, and that the session itself logged.
     device: the name of the training device, "" if unknown.
     restarted_by: the platform that restarted the same launch, "" if none did.
-    failed: its process ended with an error after the run's last outer step, as a script's evaluation may.
     """
 
     slot: str
@@ -50,7 +50,6 @@ class SessionSummary:
     said: str = ""
     device: str = ""
     restarted_by: str = ""
-    failed: bool = False
 
     @property
     def name(self) -> str:
@@ -66,13 +65,12 @@ class SessionSummary:
         """The end of the session as text."""
         if self.preempted:
             return f"preempted by {self.restarted_by}, started again"
-        how = "done, then failed" if self.failed else self.how
-        return f"{how}, started again by {self.restarted_by}" if self.restarted_by else how
+        return f"{self.how}, started again by {self.restarted_by}" if self.restarted_by else self.how
 
     @property
     def why(self) -> str:
         """The reason for its end in one line; "" while it runs, after a regular end, or if unknown."""
-        if self.preempted or (self.how in ("running", "done", "fence") and not self.failed):
+        if self.preempted or self.how in ("running", "done", "fence"):
             return ""
         return joined_words(self.seen, self.said)
 
@@ -80,16 +78,13 @@ class SessionSummary:
 def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
     """Note an event in the session that it is about."""
     if e["event"] in LAUNCH_ENDS:
-        session = _find_ended(sessions, e)
-        if session is not None and (e["event"] == "killed" or session.how == "running"):
-            session.ended = e["at"]
-            session.how = e["event"]
-        elif session is not None and e["event"] == "lost" and session.how == "replaced":
-            session.ended = e["at"]
-            session.how = "lost"
-        if session is not None:
-            session.failed = e["event"] == "lost" and session.how == "done"
-            session.seen = observed_words(e) or session.seen
+        if (session := _find_ended(sessions, e)) is None:
+            return
+        if e["event"] == "killed" or session.how == "running":
+            session.ended, session.how = e["at"], e["event"]
+        elif e["event"] == "lost" and session.how in LOST_LATER:
+            session.ended, session.how = e["at"], LOST_LATER[session.how]
+        session.seen = observed_words(e) or session.seen
         return
     session = sessions.get((e["slot"], e["generation"]))
     if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):

@@ -10,12 +10,14 @@ Not promised: that the script trains; this command only reads it, and the replic
 import shlex
 from dataclasses import dataclass, replace
 
+from diloco.process import exitcodes
 from diloco.run.combinations import refuse_actors
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
 from diloco.runlog.reader import Reader
 from diloco.runlog.scope import STATUS
+from diloco.runlog.sessions import LOST_LATER
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
@@ -71,12 +73,12 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
 def end_of(run: Run, outcome: Outcome) -> Outcome:
     """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere."""
     newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}
-    over = [x for x in newest.values() if x.how == "done"]
-    if not (failed := [x for x in over if x.failed]):
+    failed = [x for x in newest.values() if x.how == LOST_LATER["done"]]
+    if outcome.code != exitcodes.DONE or not failed:
         return outcome
     text = (
         f"{outcome.text}; after its training, the script failed in {', '.join(x.slot for x in failed)} "
         f"({failed[0].why}). Correct it; DILOCO_RUN={shlex.quote(run.url)} python {run.config.script} then does this "
         "part with the run's weights"
     )
-    return replace(outcome, text=text, code=FAILED if failed == over else outcome.code)
+    return replace(outcome, text=text, code=outcome.code if "done" in {x.how for x in newest.values()} else FAILED)
