@@ -21,6 +21,7 @@ from diloco.runlog.sessions import LOST_LATER
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
+from executors.cli.starting.plan import existing_run
 from executors.preflight import quote, run_url
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
@@ -55,7 +56,9 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
         refuse_actors(found.config)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
     if typed.dry_run:
-        return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
+        there = existing_run(found.config, asked.url, asked.fleet.steps)
+        notes = {"notes": [*found.notes, *there]}
+        return Answer({**offer.to_dict(), **notes}, [*offer.lines(), *there, "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
