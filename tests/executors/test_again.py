@@ -159,6 +159,11 @@ def test_plan_follows_as_well(capsys, config):  # noqa: F811
     assert code == 0 and f"{url}/again" in out
 
 
+def test_a_run_without_an_event_has_taken_no_time(capsys, config):  # noqa: F811
+    """Before: the seconds since 1970, if Ctrl-C came after run.json was written."""
+    assert say(capsys, "status", founded(config))[1].splitlines()[0].split()[-2:] == ["0", "s"]
+
+
 # -------------------------------------------------------------------- plan, and launch --dry-run, refuse as train does
 
 
