@@ -331,10 +331,9 @@ def test_merge_is_for_adapters(tmp_path: Path) -> None:
     publish_model(run, SystemClock())
     with pytest.raises(ConfigError, match=r"no \[inner\.lora\].* Leave --merge out"):
         export(str(tmp_path / "run"), None, tmp_path / "out", merge=True)
-    script = Run(
-        "memory://", run.store, RunRecord({**run.record.config, "script": {"path": "train.py"}}, {}, {}, "", 0)
-    )
-    with pytest.raises(ConfigError, match="a script trains this run. Leave --merge out"):  # it may train an adapter
+    stored = {**run.record.config, "script": {"path": "train.py"}}
+    script = Run("memory://", run.store, RunRecord(stored, {}, {}, "", 0.0))
+    with pytest.raises(ConfigError, match=r"a script trains this run\. Leave --merge out"):  # it may train an adapter
         refuse_merge(script, merge=True)
 
 
