@@ -176,12 +176,11 @@ class DiLoCoCallback(TrainerCallback):
         atexit.unregister(self._leave_after_error)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        early = self.asked_to_go and not self.manager.done
         if self.manager.done:
             FINISHED.add(self.run)
-        elif not self.asked_to_go and self.manager.session is not None:
-            self.manager.session.why = "its trainer stopped before the run was done"
-        loop.__exit__(None if self.manager.done else Leaving, None, None)
-        if self.manager.done or not self.asked_to_go:
+        loop.__exit__(Leaving if early else None, None, None)
+        if not early:
             return
         if self.manager.session is not None:
             print(f"{self.slot}: left the run after outer step {loop.committed()}; its work is in the bucket")

@@ -255,7 +255,7 @@ def test_a_training_that_stops_by_itself_leaves_the_run_and_is_not_done(tmp_path
     trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4), Stops()]).train()
     report = read_report(open_store(f"file://{tmp_path}/run"))
     (session,) = report.sessions
-    assert not report.done and (session.end, session.why) == ("left", "its trainer stopped before the run was done")
+    assert not report.done and (session.end, session.why) == ("left", "its training ended before the run was done")
 
 
 def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
