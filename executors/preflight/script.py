@@ -67,10 +67,10 @@ def read_script(
     """
     base = Path.cwd()
     path = _module_file(name, base) if is_module else _script_file(name)
-    if not path.resolve().is_relative_to(base.resolve()) and not is_module:
-        base = Path(os.path.abspath(path.parent))
+    if not path.is_relative_to(base) and not is_module:
+        base = path.parent
     source = _source(path)
-    is_here = path.resolve().is_relative_to(base.resolve())
+    is_here = not is_module or path in _module_paths(name, base)  # else the module is installed
     siblings = [path, *find_siblings(path, base if is_module else None).values()] if is_here else []
     siblings += _modules_in(arguments, base, path)
     if checked and not any(word in _source(one) for one in siblings or [path] for word in JOINS):
@@ -95,16 +95,20 @@ def read_script(
 
 
 def _script_file(name: str) -> Path:
-    """Return the script, not a link to it, because Python finds its modules beside the file.   Raises UsageError."""
+    """Return the real path of the script, because Python finds its modules beside that.   Raises UsageError."""
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"there is no script {name}. Give the path of a Python file, or a module with -m")
-    return path.resolve() if path.is_symlink() else path
+    return path.resolve()
+
+
+def _module_paths(name: str, base: Path) -> tuple[Path, Path]:
+    return base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"
 
 
 def _module_file(name: str, base: Path) -> Path:
     """Return the file of a module in the base folder, or of an installed module.   Raises UsageError."""
-    for path in (base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"):
+    for path in _module_paths(name, base):
         if path.is_file():
             return path
     with suppress(ImportError, ValueError):
@@ -121,7 +125,7 @@ def _source(path: Path) -> str:
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"{path}{line}: {getattr(error, 'msg', error)}. Correct the line") from None
+        raise UsageError(f"{os.path.relpath(path)}{line}: {getattr(error, 'msg', error)}. Correct the line") from None
     return text
 
 

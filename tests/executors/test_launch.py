@@ -225,6 +225,18 @@ def test_a_script_or_module_that_is_a_link_travels_by_the_name_that_python_uses(
     found = read("link.py")
     assert str(found.config.script) == "train.py" and {"train.py", "helper.py"} <= set(found.config.files)
     assert found.config.name == "link", "as the run's folder"
+    Path("work").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    assert set(read(f"{shared}/work/train.py").config.files) == {"train.py", "helper.py", "rows.json"}
+
+
+def test_a_module_that_is_installed_below_the_folder_is_not_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a virtual environment in it."""
+    (folder / "venv" / "installed").mkdir(parents=True)
+    (folder / "venv" / "installed" / "__init__.py").write_text("from . import train\n")
+    (folder / "venv" / "installed" / "train.py").write_text("# DiLoCoCallback\n")
+    monkeypatch.syspath_prepend(folder / "venv")
+    assert read("installed.train", is_module=True).config.files == {}
 
 
 def test_files_above_the_limit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
