@@ -22,6 +22,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
 lightning = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402  # pyright: ignore[reportMissingImports]
+
 from diloco.script.lightning import DiLoCoLightningCallback, refuse_fights  # noqa: E402
 
 torch.set_num_threads(1)
@@ -79,7 +81,7 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path)
         ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
         ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
         ({"global_step": 5}, "the bucket is the checkpoint"),
-        ({"callbacks": [lightning.pytorch.callbacks.EarlyStopping("train_loss")]}, "would end this replica alone"),
+        pytest.param({"callbacks": [EarlyStopping("train_loss")]}, "would end this replica alone", id="early stopping"),
         ({"num_training_batches": float("inf"), "lr_scheduler_configs": [EPOCHS]}, 'Set its interval to "step"'),
     ],
     ids=str,
