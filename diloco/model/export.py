@@ -59,7 +59,12 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
 
 
 def refuse_merge(run: Run, merge: bool) -> None:
-    """Raise ConfigError if there is no adapter to merge."""
+    """Raise ConfigError if there is no adapter to merge, or a script's, whose base this project cannot load."""
+    if merge and run.config.script is not None:
+        raise ConfigError(
+            "--merge takes the adapter of [inner.lora], and a script trains this run. Leave --merge out; if the script "
+            "trains an adapter, merge its folder with PEFT: PeftModel.from_pretrained(MODEL, DIR).merge_and_unload()"
+        )
     if merge and run.config.inner.lora is None:
         raise ConfigError("this run has no [inner.lora]: it trains the whole model. Leave --merge out")
 

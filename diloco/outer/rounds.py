@@ -220,8 +220,7 @@ class StoreRounds:
         return fragment
 
     def catch_up(self, late: Callable[[int], None]) -> None:
-        missed = self.session.rv.catch_up(late) if self._ahead else 0
-        if missed:
+        if self._ahead and (missed := self.session.rv.catch_up(late)):
             self.session.emit("caught_up", missed=missed, step=self.session.rv.step)
         self.round_began = self.session.clock.now()
 
@@ -238,11 +237,13 @@ class StoreRounds:
 
     def close(self, reason: str) -> None:
         """Leave the run: the last write of this generation."""
-        reason = "done" if self.session.rv.is_done else reason
-        self.left = reason != "done"
+        rv = self.session.rv
+        self.left = reason != "done" and not rv.is_done
+        ended = "done" if rv.is_done or not rv.wanted.steps else "its training ended before the run was done"
+        reason = reason if self.left else ended
         self._land_in_time()
-        self.session.rv.finish(reason)
-        self.session.emit("left", step=self.session.rv.step, reason=reason)
+        rv.finish(reason)
+        self.session.emit("left", step=rv.step, reason=reason)
         self.session.end()
 
     def _land_in_time(self) -> None:

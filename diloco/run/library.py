@@ -5,6 +5,7 @@
     agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
     open_session      the session of a replica that a program starts, or that `diloco launch` started for it
     launched_session  the session that a replica's process holds for the script which it runs
+    refuse_second     a process trains in a run once: θ of a finished run would replace the second training
 
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
 """
@@ -29,6 +30,7 @@ from rendezvous.stores.run_key import run_key, under_key
 
 AUTO = "auto"  # in place of a slot: a free one
 LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
+FINISHED = set[str]()  # the URLs of runs that a DiLoCoCallback of this process has trained in to the end
 
 
 def open_session(
@@ -54,9 +56,22 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     session = LAUNCHED.get(url)
     if session is None or slot not in (AUTO, session.rv.slot):
         return None
+    refuse_second(url)
     if steps is not None and not read_control(session.rv.store).steps:
         write_control(session.rv.store, session.clock, steps=steps)
     return session
+
+
+def refuse_second(url: str) -> None:
+    """Raise OuterError if this process has already trained in the run."""
+    session = LAUNCHED.get(url)
+    has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
+    if has_trained or url in FINISHED:
+        raise OuterError(
+            f"this process has already trained in {url}, and a run has one training: a second one would get the run's "
+            "weights and take no step. Write a script of its own for it, with another run; `diloco export` writes this "
+            "run's model for that script"
+        )
 
 
 def ensure_slot(

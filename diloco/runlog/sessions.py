@@ -23,6 +23,7 @@ _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memor
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # most characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
+LOST_LATER = {"replaced": "lost", "done": "done, then failed"}  # a script may fail after its training
 BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
 
 
@@ -77,15 +78,13 @@ class SessionSummary:
 def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> None:
     """Note an event in the session that it is about."""
     if e["event"] in LAUNCH_ENDS:
-        session = _find_ended(sessions, e)
-        if session is not None and (e["event"] == "killed" or session.how == "running"):
-            session.ended = e["at"]
-            session.how = e["event"]
-        elif session is not None and e["event"] == "lost" and session.how == "replaced":
-            session.ended = e["at"]
-            session.how = "lost"
-        if session is not None:
-            session.seen = observed_words(e) or session.seen
+        if (session := _find_ended(sessions, e)) is None:
+            return
+        if e["event"] == "killed" or session.how == "running":
+            session.ended, session.how = e["at"], e["event"]
+        elif e["event"] == "lost" and session.how in LOST_LATER:
+            session.ended, session.how = e["at"], LOST_LATER[session.how]
+        session.seen = observed_words(e) or session.seen
         return
     session = sessions.get((e["slot"], e["generation"]))
     if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from diloco.model.script_model import publish_script_model
 from diloco.outer.loop import TAKEN, OuterLoop
@@ -41,7 +41,7 @@ from diloco.process import exitcodes
 from diloco.process.session import Session
 from diloco.process.signals import asking_signals, hear_asking
 from diloco.run.config import OuterError
-from diloco.run.library import AUTO, LAUNCHED, first_replicas
+from diloco.run.library import AUTO, FINISHED, LAUNCHED, first_replicas, refuse_second
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rollouts import calling_trainer, log_rollouts
 from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words
@@ -57,6 +57,10 @@ ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this sc
 BEGUN_TWICE = (
     "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
     "error end the script, and start the script again: it goes on at the run's position"
+)
+EARLY = (
+    "would end this replica alone, and its supervisor would start it again. Leave it out: `diloco stop` ends a run, "
+    "and `diloco export RUN --step T` takes any step"
 )
 LOGGED = {"reward": "reward", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
 
@@ -173,12 +177,14 @@ class DiLoCoCallback(TrainerCallback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         early = self.asked_to_go and not self.manager.done
+        if self.manager.done:
+            FINISHED.add(self.run)
         loop.__exit__(Leaving if early else None, None, None)
-        if early and self.manager.session is None:
-            raise SystemExit(exitcodes.LEFT)
-        if early:
+        if not early:
+            return
+        if self.manager.session is not None:
             print(f"{self.slot}: left the run after outer step {loop.committed()}; its work is in the bucket")
-            raise SystemExit(exitcodes.LEFT)
+        raise SystemExit(exitcodes.LEFT)
 
     # ---------------------------------------------------------------- joining and leaving
 
@@ -197,6 +203,7 @@ class DiLoCoCallback(TrainerCallback):
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         if self.loop is not None:
             raise OuterError(BEGUN_TWICE)
+        refuse_second(self.run)
         outer = outer_config(self.outer)
         steps = 0
 
@@ -307,6 +314,7 @@ def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
         "load_best_model_at_end would replace θ after the run. `diloco export RUN --step T` takes any step": (
             args.load_best_model_at_end
         ),
+        f"EarlyStoppingCallback {EARLY}": any(issubclass(one, EarlyStoppingCallback) for one in callbacks),
         "auto_find_batch_size = True begins the training again, with smaller batches, if memory is short. Set "
         "per_device_train_batch_size": args.auto_find_batch_size,
         "DeepSpeed keeps its own copy of the weights. Use FSDP2 (fsdp = True)": args.deepspeed,

@@ -17,12 +17,12 @@ import warnings
 from math import isinf
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 
 from diloco.outer.ranks.group import launched_ranks
 from diloco.process.signals import asking_signals
 from diloco.run.config import OuterError
-from diloco.script.callback import ALONE, DiLoCoCallback, total_steps
+from diloco.script.callback import ALONE, EARLY, DiLoCoCallback, total_steps
 from rendezvous.layout import slot_index
 
 
@@ -86,6 +86,7 @@ def refuse_fights(trainer: Any, module: Any) -> None:
         "for each replica (one device)": launched_ranks() > 1,
         'precision = "16-mixed" skips steps. Use "bf16-mixed"': trainer.precision == "16-mixed",
         "ckpt_path would replace θ: the bucket is the checkpoint. Leave it out": trainer.global_step > 0,
+        f"EarlyStopping {EARLY}": any(isinstance(one, EarlyStopping) for one in trainer.callbacks),
         "it has no end. Set max_steps or max_epochs": trainer.estimated_stepping_batches == float("inf"),
         'a schedule takes a step after each epoch, and the dataset has no length. Set its interval to "step"': any(
             config.interval == "epoch" and isinf(trainer.num_training_batches)

@@ -35,7 +35,10 @@ NEVER_JOINED = (
     "{script} ended and never joined the run, so nothing was averaged. Give its trainer "
     "callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback), or put its loop into `with make_diloco(…)`"
 )
-ENDED_EARLY = "{script} ended after outer step {step} of {steps}, before the run was done"
+ENDED_EARLY = (
+    "{script} ended after outer step {step} of {steps}, before the run was done. If a callback of its trainer stops "
+    "it, leave the callback out: `diloco stop` ends a run"
+)
 
 
 def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], object] | None = None) -> int:

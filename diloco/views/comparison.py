@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.run.record import RunRecord
+from diloco.run.script import FILES
 from diloco.runlog.reader import Report
 from diloco.runlog.summary import curve_of
 from inner.settings.task import EVAL, FILE_SETTINGS, is_code, setting_of
@@ -64,10 +65,16 @@ def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
     there, here = _flat(old.config), _flat(new.config)
     for kind in {*old.files, *new.files}:
         files = [_UserFile.read(record, kind, flat) for record, flat in ((old, there), (new, here))]
-        name = setting_of(kind) if kind in FILE_SETTINGS or kind == EVAL else f"{setting_of(kind)} ({kind})"
-        there[name], here[name] = files if files[0] != files[1] else (None, None)
+        there[_name(kind)], here[_name(kind)] = files if files[0] != files[1] else (None, None)
     names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
     return [(name, _plain(there.get(name)), _plain(here.get(name))) for name in names]
+
+
+def _name(kind: str) -> str:
+    """Return the setting of a user's file; a script's file is its own."""
+    if kind.startswith(FILES):
+        return kind
+    return setting_of(kind) if kind in FILE_SETTINGS or kind == EVAL else f"{setting_of(kind)} ({kind})"
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class _UserFile:
         if stored is None:
             return None
         name = stored["key"].rpartition("/")[2]
-        setting = settings.get(setting_of(kind))
+        setting = settings.get(_name(kind))
         function = setting.rpartition(":")[2] if is_code(kind) and isinstance(setting, str) else ""
         return cls(hex_of(stored["digest"])[:8], function, f"{name}:{function}" if function else name)
 

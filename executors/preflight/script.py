@@ -60,11 +60,11 @@ def read_script(
     """
     base = Path.cwd()
     path = _module_file(name, base) if is_module else _script_file(name)
-    if not path.resolve().is_relative_to(base.resolve()):
-        base = path.parent if not is_module else base
+    if not path.is_relative_to(base) and not is_module:
+        base = path.parent
     source = _source(path)
-    is_here = path.resolve().is_relative_to(base.resolve())
-    siblings = [path, *find_siblings(path).values()] if is_here else []
+    is_here = not is_module or path in _module_paths(name, base)  # else the module is installed
+    siblings = [path, *find_siblings(path, base if is_module else None).values()] if is_here else []
     siblings += _modules_in(arguments, base, path)
     if checked and not any(word in _source(one) for one in siblings or [path] for word in JOINS):
         raise UsageError(
@@ -78,9 +78,9 @@ def read_script(
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
-    shown = path.resolve().relative_to(base.resolve()).as_posix() if is_here and not is_module else name
+    shown = _name_below(base, path) if is_here and not is_module else name
     script = Script(shown, tuple(arguments), is_module, packages)
-    stem = name.rpartition(".")[2] if is_module else path.stem
+    stem = name.rpartition(".")[2] if is_module else Path(name).stem
     return Gathered(
         ScriptConfig(name=stem, fleet=fleet, own_script=script, files=sent),
         tuple(_notes(sent, unsent, packages, arguments, {text for code in siblings for text in _strings(code)})),
@@ -88,15 +88,20 @@ def read_script(
 
 
 def _script_file(name: str) -> Path:
+    """Return the real path of the script, because Python finds its modules beside that.   Raises UsageError."""
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"there is no script {name}. Give the path of a Python file, or a module with -m")
-    return path
+    return path.resolve()
+
+
+def _module_paths(name: str, base: Path) -> tuple[Path, Path]:
+    return base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"
 
 
 def _module_file(name: str, base: Path) -> Path:
     """Return the file of a module in the base folder, or of an installed module.   Raises UsageError."""
-    for path in (base / f"{name.replace('.', '/')}.py", base / name.replace(".", "/") / "__main__.py"):
+    for path in _module_paths(name, base):
         if path.is_file():
             return path
     with suppress(ImportError, ValueError):
@@ -113,7 +118,7 @@ def _source(path: Path) -> str:
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
-        raise UsageError(f"{path}{line}: {getattr(error, 'msg', error)}. Correct the line") from None
+        raise UsageError(f"{os.path.relpath(path)}{line}: {getattr(error, 'msg', error)}. Correct the line") from None
     return text
 
 
@@ -137,7 +142,7 @@ def _named(
 ) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
     for code in codes:
-        name = code.resolve().relative_to(base.resolve()).as_posix()
+        name = _name_below(base, code)
         if is_secret(name):
             raise UsageError(
                 f"the code imports {name}, which has the name of a secret, and the run's files are plain. Read "
@@ -153,6 +158,11 @@ def _named(
                 yield os.path.normpath(text), file
     for text in more:
         yield from _asked_for(base, text)
+
+
+def _name_below(base: Path, code: Path) -> str:
+    """Return the name by which the script finds a file of code, which may be a link to elsewhere."""
+    return Path(os.path.abspath(code)).relative_to(base).as_posix()
 
 
 def _strings(code: Path) -> Iterator[str]:

@@ -182,6 +182,20 @@ def test_diff_names_the_users_files_and_their_functions(old: Fleet) -> None:
     assert told[1:5] == ["not", "set", "→", "r.py:f"]
 
 
+def test_diff_names_the_files_of_two_scripts() -> None:
+    """Before: KeyError, a traceback."""
+
+    def record(path: str, body: bytes) -> RunRecord:
+        named = digest(body, SHA256)
+        files = {f"script/{path}": {"digest": named, "key": layout.code_key(hex_of(named), path)}}
+        return RunRecord({"name": "mine", "outer": {}, "script": {"path": path}}, {}, files, "nonce", 0.0)
+
+    ((name, there, here),) = list_changes(record("train.py", b"a"), record("train.py", b"b"))
+    assert name == "script/train.py" and there.startswith("train.py (contents ") and there != here
+    moved = list_changes(record("train.py", b"a"), record("other.py", b"a"))
+    assert [name for name, _, _ in moved] == ["script.path", "script/other.py", "script/train.py"]
+
+
 def test_a_run_has_one_parent(old: Fleet, tmp_path: Path) -> None:
     forked(tmp_path, f"{old.url}@2")
     with pytest.raises(WrongRun, match=f"goes on from {old.url}@2, not from {old.url}@4"):

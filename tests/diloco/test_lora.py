@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco import StoreManager, make_diloco
-from diloco.model.export import export, put_into, state_at
+from diloco.model.export import export, put_into, refuse_merge, state_at
 from diloco.model.publish import publish_model
 from diloco.outer.frozen import frozen_digest, refuse_changed_base, refuse_other_base
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, step_bytes
 from diloco.run.founding import open_run
-from diloco.run.record import read_run
+from diloco.run.record import Run, RunRecord, read_run
 from diloco.run.sizing import parameters_of, trained_parameters_of
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
@@ -331,6 +331,10 @@ def test_merge_is_for_adapters(tmp_path: Path) -> None:
     publish_model(run, SystemClock())
     with pytest.raises(ConfigError, match=r"no \[inner\.lora\].* Leave --merge out"):
         export(str(tmp_path / "run"), None, tmp_path / "out", merge=True)
+    stored = {**run.record.config, "script": {"path": "train.py"}}
+    script = Run("memory://", run.store, RunRecord(stored, {}, {}, "", 0.0))
+    with pytest.raises(ConfigError, match=r"a script trains this run\. Leave --merge out"):  # it may train an adapter
+        refuse_merge(script, merge=True)
 
 
 # ---------------------------------------------------------------------- sizes

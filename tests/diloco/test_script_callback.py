@@ -28,13 +28,22 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from trl.trainer.utils import RepeatSampler
 
-from diloco import DiLoCoCallback, OuterError
+from diloco import DiLoCoCallback, OuterError, StoreManager, make_diloco
 from diloco.process import exitcodes
+from diloco.process.session import Session
 from diloco.process.watchdog import Watchdog
+from diloco.run.library import FINISHED, LAUNCHED, ensure_slot
 from diloco.runlog.reader import read_report
 from diloco.script.callback import (
     ALONE,
@@ -51,6 +60,7 @@ from diloco.views.samples import session_samples
 from inner.data.order import Share
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
+from tests.support.ranks import FAST
 from tests.support.tiny_models import tiny_model_folder
 
 ROWS = [{"prompt": f"{i} plus {i + 1} is", "completion": f" {2 * i + 1}."} for i in range(48)]
@@ -212,12 +222,40 @@ def test_a_script_that_joins_a_finished_run_ends_with_its_weights(tmp_path: Path
     """A trainer asks whether to stop only after a step, so it takes one; that step is taken back."""
     run, ends = f"file://{tmp_path}/run", list[torch.Tensor]()
     for slot in ("r00", "r00", "r01"):
+        FINISHED.clear()  # each is a process of its own
         ours = DiLoCoCallback(run, slot=slot, sync_every=4)
         trainer = trainer_of("sft", tmp_path, [ours], lr_scheduler_type="constant")
         trainer.train()
         ends.append(weights_of(trainer))
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
     assert read_report(open_store(run)).head == 2
+
+
+def test_a_second_training_in_a_finished_run_is_refused(tmp_path: Path) -> None:
+    """Before: it took no step, and its model got the weights of the finished run."""
+    run = f"file://{tmp_path}/run"
+    first = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=4)])
+    first.train()
+    second = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=2)], max_steps=12)
+    before = weights_of(second)
+    for trainer in (first, second):
+        with pytest.raises(OuterError, match=r"has already trained in .*take no step. Write a script of its own"):
+            trainer.train()
+    assert torch.equal(weights_of(second), before)
+    trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/other", sync_every=4)]).train()
+
+
+def test_a_training_that_stops_by_itself_leaves_the_run_and_is_not_done(tmp_path: Path) -> None:
+    """Before: its leave record said "done", and `diloco status` showed it so."""
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 5
+
+    trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4), Stops()]).train()
+    report = read_report(open_store(f"file://{tmp_path}/run"))
+    (session,) = report.sessions
+    assert not report.done and (session.end, session.why) == ("left", "its training ended before the run was done")
 
 
 def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
@@ -413,18 +451,20 @@ def test_mistyped_words_and_two_callbacks_are_refused(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"callbacks": [EarlyStoppingCallback(2)], "eval_strategy": "steps"}, "would end this replica alone"),
         ({"load_best_model_at_end": True, "save_strategy": "steps", "eval_strategy": "steps"}, "would replace θ"),
         ({"max_steps": 3}, "fewer than one round of 4"),
         ({"auto_find_batch_size": True}, "Set per_device_train_batch_size"),
     ],
 )
 def test_what_would_fight_with_the_run_is_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
-    callback = DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4)
+    callbacks = [DiLoCoCallback(f"file://{tmp_path}/run", sync_every=4), *settings.get("callbacks", ())]
+    settings = {name: value for name, value in settings.items() if name != "callbacks"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("llama"))
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
     args = TrainingArguments(**{"output_dir": str(tmp_path), "max_steps": 8, "eval_steps": 2, **QUIET, **settings})
-    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=[callback])  # type: ignore[arg-type]
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
     with pytest.raises(OuterError, match=words):
         trainer.train()
     assert not (tmp_path / "run").exists(), "nothing was founded"
@@ -569,3 +609,18 @@ def test_other_ways_to_share_a_model_are_refused() -> None:
     flat = type("FullyShardedDataParallel", (), {})()
     with pytest.raises(OuterError, match="fsdp_version: 2 in accelerate's config"):
         refuse_flat_shards(flat)
+
+
+def test_a_second_loop_in_a_launched_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: it joined with the session that had ended, without heartbeats."""
+    url = f"file://{tmp_path}/run"
+    ensure_slot(open_store(url), SystemClock(), "r00", replicas=1, min_replicas=1, steps=1)
+    monkeypatch.setitem(LAUNCHED, url, Session(open_store(url), "r00", FAST))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with make_diloco(model, optimizer, StoreManager(url, steps=1), sync_every=2):
+        for _ in range(3):
+            model(torch.ones(2)).square().sum().backward()
+            optimizer.step()
+    with pytest.raises(OuterError, match="has already trained in"):
+        StoreManager(url, steps=1)

@@ -22,6 +22,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
 lightning = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402  # pyright: ignore[reportMissingImports]
+
 from diloco.script.lightning import DiLoCoLightningCallback, refuse_fights  # noqa: E402
 
 torch.set_num_threads(1)
@@ -29,7 +31,7 @@ X = torch.randn(96, 6, generator=torch.Generator().manual_seed(0))
 EPOCHS = SimpleNamespace(interval="epoch", frequency=1)
 FINE: dict[str, Any] = {
     "optimizers": [1], "world_size": 1, "precision": "32-true", "global_step": 0, "estimated_stepping_batches": 8,
-    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS],
+    "num_training_batches": 8, "lr_scheduler_configs": [EPOCHS], "callbacks": [],
 }  # fmt: skip
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
@@ -79,6 +81,7 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(tmp_path: Path)
         ({"precision": "16-mixed"}, 'Use "bf16-mixed"'), ({"estimated_stepping_batches": float("inf")}, "has no end"),
         ({"optimizers": [1, 2]}, "2 optimizers"), ({"world_size": 2}, "one for each replica"),
         ({"global_step": 5}, "the bucket is the checkpoint"),
+        pytest.param({"callbacks": [EarlyStopping("train_loss")]}, "would end this replica alone", id="early stopping"),
         ({"num_training_batches": float("inf"), "lr_scheduler_configs": [EPOCHS]}, 'Set its interval to "step"'),
     ],
     ids=str,

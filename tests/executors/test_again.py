@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from diloco.run import record
-from diloco.run.config import load_config
+from diloco.run.config import FleetConfig, load_config
 from diloco.run.founding import open_run
 from diloco.run.record import read_run
-from executors.cli.starting import again
+from executors.cli.starting import again, plan
 from executors.preflight.run_url import UsageError
+from executors.preflight.script import read_script
 from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, read_control
@@ -156,3 +157,45 @@ def test_plan_follows_as_well(capsys, config):  # noqa: F811
     open_run(load_config(mended(config)), found_again(config, url), CLOCK)
     code, out, _ = say(capsys, "plan", config, "--run", url, "--json")
     assert code == 0 and f"{url}/again" in out
+
+
+def test_a_run_without_an_event_has_taken_no_time(capsys, config):  # noqa: F811
+    """Before: the seconds since 1970, if Ctrl-C came after run.json was written."""
+    assert say(capsys, "status", founded(config))[1].splitlines()[0].split()[-2:] == ["0", "s"]
+
+
+# -------------------------------------------------------------------- plan, and launch --dry-run, refuse as train does
+
+
+def test_plan_refuses_the_run_that_train_would_refuse(capsys, config, run):  # noqa: F811
+    """Before: it showed a price and ended with 0."""
+    for wrong, told in (
+        (("--set", "outer.lr=0.1"), "holds a run with other mathematics: outer.lr is"),
+        (("--steps", "3"), "6 outer steps are committed already, and steps = 3 asks for fewer"),
+    ):
+        said = [complaint(capsys, verb, config, "--run", run.url, *wrong) for verb in ("plan", "train")]
+        assert told in said[0] and said[0].removeprefix("diloco plan") == said[1].removeprefix("diloco train")
+    assert "lies inside the run at" in complaint(capsys, "plan", config, "--run", f"{run.url}/mine")
+    for more, told in (("6", "the run is finished, all 6 outer steps"), ("9", f"it goes on with the run in {run.url}")):
+        code, out, _ = say(capsys, "plan", config, "--run", run.url, "--steps", more)
+        assert code == 0 and told in out
+
+
+def test_plan_refuses_a_folder_that_cannot_be_written(capsys, config, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(plan.os, "access", lambda path, mode: False)
+    assert f"cannot write into {config.parent}" in complaint(capsys, "plan", config, "--run", config.parent / "a" / "b")
+
+
+def test_a_dry_run_refuses_the_run_that_launch_would_refuse(capsys, config, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(config.parent)
+    dry = ("launch", "--dry-run", "--run", "mine", "train.py")
+    script = Path("train.py")
+    script.write_text("# DiLoCoCallback")
+    found = read_script("train.py", [], is_module=False, more=(), fleet=FleetConfig())
+    store = open_run(found.config, "mine", CLOCK).store
+    script.write_text("# DiLoCoCallback, mended")
+    assert say(capsys, *dry)[0] == 0, "nothing was trained there yet: `launch` founds the run again"
+    store.create(layout.commit_key(0), b"a step")
+    assert "script/train.py file (digest" in say(capsys, *dry)[2]
+    script.write_text("# DiLoCoCallback")
+    assert "it goes on with the run in mine" in say(capsys, *dry)[1]

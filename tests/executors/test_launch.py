@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
@@ -19,10 +20,13 @@ from diloco.process import exitcodes
 from diloco.run.config import FleetConfig
 from diloco.run.record import read_run
 from diloco.runlog.reader import read_report
+from diloco.runlog.sessions import SessionSummary, apply_event
+from executors.cli.starting import launch
 from executors.preflight import script as script_module
 from executors.preflight.run_url import UsageError
 from executors.preflight.script import Gathered, packages_of, read_script
 from executors.preflight.secret_names import is_secret
+from executors.supervision.supervisor import FAILED, Outcome
 from rendezvous.agreement.membership import read_control
 from rendezvous.stores.open import open_store
 from tests.support.ranks import children_of
@@ -201,6 +205,50 @@ def test_a_link_that_leads_out_of_the_folder_is_not_sent(
     assert "notes.txt" not in read().config.files
 
 
+def test_a_module_travels_with_what_it_imports_from_its_package(folder: Path) -> None:
+    """Before: pkg/train.py travelled alone, and each replica ended with a ModuleNotFoundError."""
+    for name in ("pkg/deep", "other", "json"):
+        (folder / name).mkdir(parents=True)
+    for name, text in {
+        "pkg/__init__.py": "import helper\n",
+        "pkg/train.py": "from diloco import DiLoCoCallback\nfrom .deep.rows import ROWS\nimport other.words, json\n",
+        "pkg/alone.py": "# DiLoCoCallback\n", "pkg/deep/rows.py": "ROWS = 'large.bin'\n", "other/words.py": "",
+        "json/__init__.py": "", "unused.py": "",
+    }.items():  # fmt: skip
+        (folder / name).write_text(text)
+    package = {f"pkg/{name}.py" for name in ("__init__", "train", "alone", "deep/rows")}
+    assert set(read("pkg.train", is_module=True).config.files) == {*package, "helper.py", "other/words.py", "large.bin"}
+    alone = set(read("pkg.alone", is_module=True).config.files)
+    assert alone == {"pkg/__init__.py", "pkg/alone.py", "helper.py"}
+
+
+def test_a_script_or_module_that_is_a_link_travels_by_the_name_that_python_uses(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: no file was sent for the script, and a module was a traceback."""
+    shared = tmp_path_factory.mktemp("shared")
+    (folder / "helper.py").rename(shared / "helper.py")
+    (folder / "helper.py").symlink_to(shared / "helper.py")
+    assert set(read().config.files) == {"train.py", "helper.py", "rows.json"}
+    monkeypatch.chdir(shared)
+    Path("link.py").symlink_to(folder / "train.py")
+    found = read("link.py")
+    assert str(found.config.script) == "train.py" and {"train.py", "helper.py"} <= set(found.config.files)
+    assert found.config.name == "link", "as the run's folder"
+    Path("work").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    assert set(read(f"{shared}/work/train.py").config.files) == {"train.py", "helper.py", "rows.json"}
+
+
+def test_a_module_that_is_installed_below_the_folder_is_not_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a virtual environment in it."""
+    (folder / "venv" / "installed").mkdir(parents=True)
+    (folder / "venv" / "installed" / "__init__.py").write_text("from . import train\n")
+    (folder / "venv" / "installed" / "train.py").write_text("# DiLoCoCallback\n")
+    monkeypatch.syspath_prepend(folder / "venv")
+    assert read("installed.train", is_module=True).config.files == {}
+
+
 def test_files_above_the_limit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_module, "MOST_BYTES", 50)
     with pytest.raises(UsageError, match=r"a run takes 50 B at most: .*large.bin \(100 B\)"):
@@ -252,6 +300,28 @@ def test_a_dry_run_says_what_it_would_send_and_starts_nothing(folder: Path) -> N
     assert done.returncode == 0 and not (folder / "runs").exists()
     assert "sends helper.py, rows.json, train.py" in done.stderr
     assert "r01: " in done.stdout and done.stdout.endswith("nothing was started\n")
+
+
+# -------------------------------------------------------------------- the end of a script
+
+
+@pytest.mark.parametrize(
+    ("failing", "code", "told"), [("", 0, ""), ("r01", 0, "failed in r01 (exit"), ("r00 r01", FAILED, "in r00, r01 (")]
+)
+def test_a_script_that_fails_after_its_training_is_told_and_everywhere_it_is_a_failure(
+    failing: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `diloco launch` ended with 0 and without a word, though no replica had saved its model."""
+    sessions = {(slot, 1): SessionSummary(slot, 1, 7, "here", 0.0, how="done") for slot in ("r00", "r01")}
+    sessions |= {("r02", 1): SessionSummary("r02", 1, 7, "here", 0.0, how="left")}
+    for slot in failing.split():
+        at = {"slot": slot, "generation": 1, "at": 2.0}
+        apply_event(sessions, {"event": "crashed", "error": "ValueError: no rows", **at})
+        apply_event(sessions, {"event": "lost", "exit_code": 1, **at})
+    monkeypatch.setattr(launch, "Reader", lambda *_: Mock(refresh=lambda: Mock(sessions=[*sessions.values()])))
+    ended = launch.end_of(Mock(url="runs/x"), Outcome(0, "all is committed"))
+    assert ended.code == code and told in ended.text and ("ValueError: no rows" in ended.text) == bool(told)
+    assert [x.end for x in sessions.values()].count("done, then failed") == len(failing.split())
 
 
 # -------------------------------------------------------------------- replicas

@@ -146,8 +146,8 @@ def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
 
 
 def _elapsed_seconds(report: Report, now: float) -> float:
-    """Return the seconds of the run so far; they do not grow after its last replica has ended."""
-    if report.done:
+    """Return the seconds of the run so far; they do not grow after its last replica has ended, or before an event."""
+    if report.done or not report.began:
         return report.seconds
     beating = any(is_listening(b, report, now) for b in report.beats.values())
     return max(0.0, (report.last_sign if report.stopped and not beating else now) - report.began)

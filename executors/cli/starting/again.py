@@ -63,7 +63,12 @@ def _trained_in_words(url: str, differs: list[str]) -> str:
 
 def differing_settings(config: RunConfig, store: Store) -> list[str]:
     """Return the differences between this config and the run in the store; [] if there are none."""
+    return list_differences(*both_records(config, store))
+
+
+def both_records(config: RunConfig, store: Store) -> tuple[RunRecord, RunRecord]:
+    """Return the record of the run in the store, and the one that this config would write."""
     stands = RunRecord.decode(store.get(layout.RUN) or b"")
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), file_records(config, files), new_nonce(), 0.0)
-    return list_differences(stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine)
+    return stands, mine.with_codec(stands.codec) if mine.codec == AUTO else mine

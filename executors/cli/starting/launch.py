@@ -1,24 +1,31 @@
 """`diloco launch SCRIPT`: reads the script, shows the files to send and the price, and creates the run.
 
-    SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run
+    SCRIPT ─▶ read_script ─▶ notes ─▶ the quote, agreed? ─▶ run.json ─▶ the caller supervises it as any run ─▶ end_of
                                         └ --dry-run ends here  └ founded again with a corrected script or argument,
                                                                  if nothing was trained in it (again.py)
 
 Not promised: that the script trains; this command only reads it, and the replicas execute it.
 """
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 
+from diloco.process import exitcodes
 from diloco.run.combinations import refuse_actors
 from diloco.run.config import FleetConfig
 from diloco.run.founding import open_run
 from diloco.run.record import Run
+from diloco.runlog.reader import Reader
+from diloco.runlog.scope import STATUS
+from diloco.runlog.sessions import LOST_LATER
 from executors.cli.answers import DECLINED, Answer, is_agreed, say
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
+from executors.cli.starting.plan import existing_run
 from executors.preflight import quote, run_url
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
+from executors.supervision.supervisor import FAILED, Outcome
 from rendezvous import layout
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
@@ -49,7 +56,9 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
         refuse_actors(found.config)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
     if typed.dry_run:
-        return Answer({**offer.to_dict(), "notes": list(found.notes)}, [*offer.lines(), "nothing was started"])
+        there = existing_run(found.config, asked.url, asked.fleet.steps)
+        notes = {"notes": [*found.notes, *there]}
+        return Answer({**offer.to_dict(), **notes}, [*offer.lines(), *there, "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not is_agreed(offer, asked.yes):
         return Answer(code=DECLINED)
@@ -62,3 +71,17 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     else:
         quote.write_quote(run.store, clock, offer)
     return run
+
+
+def end_of(run: Run, outcome: Outcome) -> Outcome:
+    """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere."""
+    newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}
+    failed = [x for x in newest.values() if x.how == LOST_LATER["done"]]
+    if outcome.code != exitcodes.DONE or not failed:
+        return outcome
+    text = (
+        f"{outcome.text}; after its training, the script failed in {', '.join(x.slot for x in failed)} "
+        f"({failed[0].why}). Correct it; DILOCO_RUN={shlex.quote(run.url)} python {run.config.script} then does this "
+        "part with the run's weights"
+    )
+    return replace(outcome, text=text, code=outcome.code if "done" in {x.how for x in newest.values()} else FAILED)

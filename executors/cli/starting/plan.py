@@ -1,18 +1,27 @@
 """`diloco plan`: shows what `train` would start and what that costs; starts nothing.
 
     CONFIG, options, the bucket if it has the run ──▶ the quote · sizes · the learning rate · notes
+    the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a folder that stays unwritten
 
 Not promised: that a platform has a free machine, or its present price.
 """
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from diloco.process import exitcodes
 from diloco.run.config import RunConfig
+from diloco.run.founding import refuse_another, refuse_fewer_steps, refuse_nested
 from executors.cli.answers import Answer
+from executors.cli.opening import finished_words
+from executors.cli.starting.again import both_records
 from executors.preflight import outlook, quote, run_url
 from executors.preflight.checks import Checked
 from executors.supervision.costs import Costs
+from rendezvous import layout
+from rendezvous.agreement.membership import read_control
+from rendezvous.stores.run_key import open_signed
 
 
 def look_for_run(typed_url: str) -> outlook.Bucket:
@@ -34,10 +43,36 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     devices = min(place.devices for place in places if not place.actors)  # the most bytes per device
     sizes = outlook.size_lines(config, checked.model, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
-    notes = [note for note in (*checked.notes, bucket.note) if note]
+    there = existing_run(config, asked.url, steps) if spent is None else []
+    notes = [note for note in (*checked.notes, bucket.note, *there) if note]
     data = {"run": asked.url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}
     lines = [*offer.lines(), rate, *sizes, *notes, "nothing was started"]
     if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
         return Answer(data, lines)
     note = f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here"
     return Answer(data, lines, exitcodes.GAVE_UP, note)
+
+
+def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
+    """Return a note on the run at this URL, [] without one.   steps: outer steps that you ask for, if any.
+
+    Raise the error with which `train` would refuse to go on there, or to found a run."""
+    store = open_signed(url)
+    refuse_unwritten(url)
+    is_new, is_trained = store.get(layout.RUN) is None, store.get(layout.commit_key(0)) is not None
+    if is_new:
+        refuse_nested(store.url)
+    if is_new or (config.script is not None and not is_trained):  # `launch` founds a corrected script again
+        return []
+    refuse_another(url, *both_records(config, store), untouched=not is_trained)
+    if steps not in (None, read_control(store).steps):
+        refuse_fewer_steps(store, steps)
+    return [finished_words(store, url, steps) or f"it goes on with the run in {url}"]
+
+
+def refuse_unwritten(url: str) -> None:
+    """Raise UsageError if this user cannot write into the run's folder, or make it."""
+    folder = Path(url.removeprefix("file://")).absolute()
+    above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if run_url.is_folder(url) and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        raise run_url.UsageError(f"cannot write into {above}, so {url} can hold no run. Use another one for --run")

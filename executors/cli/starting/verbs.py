@@ -239,13 +239,15 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         return detach_answer(run, asked.url)
     survive_lost_output()  # the fleet must outlive a closed pipe (`| head`) and a full disk under the log
     outcome = supervise_here(run, view=view_for(sys.stderr if asked.as_json else sys.stdout))
-    words = [] if asked.as_json else [outcome.text]
+    if run.config.script is not None:
+        from executors.cli.starting.launch import end_of
+
+        outcome = end_of(run, outcome)
+    words, here = [] if asked.as_json else [outcome.text], shlex.quote(asked.url)
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
-        words.append(f"to go on: diloco resume {shlex.quote(asked.url)}")
+        words.append(f"to go on: diloco resume {here}")
     if outcome.code == exitcodes.DONE:
-        words.append(
-            f"next: diloco report {shlex.quote(asked.url)}, or diloco export {shlex.quote(asked.url)} --to DIR"
-        )
+        words.append(f"next: diloco report {here}, or diloco export {here} --to DIR")
     data = {"run": run.url, "code": outcome.code, "text": outcome.text}
     return Answer(data, code=outcome.code, note="\n".join(words))
 
