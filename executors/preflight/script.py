@@ -143,7 +143,7 @@ def _named(
     """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
     for code in codes:
         name = _name_below(base, code)
-        if is_secret(name):
+        if is_secret(name) or is_secret(code.resolve().name):
             raise UsageError(
                 f"the code imports {name}, which has the name of a secret, and the run's files are plain. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
