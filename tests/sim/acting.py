@@ -133,7 +133,7 @@ class Generations:
         )
 
     def _unfit(self, place: BundlePlace, bundle: Bundle) -> str:
-        if bundle.prompts != [[self.p.slot, place.generation]]:
+        if bundle.prompts != [f"{self.p.slot} {place.generation}"]:
             return "its prompts are those of other rows"
         made = self.w.bundles.samples[int(bundle.completions[0])]
         is_far = made.by != self.p.slot and place.outer - made.weights > self.plan.far
@@ -243,7 +243,7 @@ class SimActor(Actor):
         elif how == "bare":
             made = replace(made, logprobs=None)
         elif how == "other rows":
-            made = replace(made, prompts=[[slot, generation + 1]])
+            made = replace(made, prompts=[f"{slot} {generation + 1}"])
         elif how == "nowhere":
             key = self.w.rng.choice((layout.bundle_key("r77", generation, 0, 0), layout.bundle_key(slot, 10**7, 0, 0)))
         elif how in ("lies", "future", "stale"):
@@ -284,7 +284,7 @@ def damaged(how: str, body: bytes) -> bytes:
 
 def bundle_of(number: int, slot: str, generation: int, logprobs: bool) -> Bundle:
     return Bundle(
-        prompts=[[slot, generation]], completions=[str(number)], prompt_ids=[[1]], ids=[[number % 997, 1, 2]],
+        prompts=[f"{slot} {generation}"], completions=[str(number)], prompt_ids=[[1]], ids=[[number % 997, 1, 2]],
         mask=None, logprobs=[[-1.0, -1.0, -1.0]] if logprobs else None, rewards=torch.zeros(1, 1), names=["r"],
         weights=[1.0], random=STATES,
     )  # fmt: skip

@@ -243,11 +243,13 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         from executors.cli.starting.launch import end_of
 
         outcome = end_of(run, outcome)
-    words, here = [] if asked.as_json else [outcome.text], shlex.quote(asked.url)
+    words = [] if asked.as_json else [outcome.text]
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
-        words.append(f"to go on: diloco resume {here}")
+        words.append(f"to go on: diloco resume {shlex.quote(asked.url)}")
     if outcome.code == exitcodes.DONE:
-        words.append(f"next: diloco report {here}, or diloco export {here} --to DIR")
+        words.append(
+            f"next: diloco report {shlex.quote(asked.url)}, or diloco export {shlex.quote(asked.url)} --to DIR"
+        )
     data = {"run": run.url, "code": outcome.code, "text": outcome.text}
     return Answer(data, code=outcome.code, note="\n".join(words))
 
