@@ -100,6 +100,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     assert found[1].endswith("/0000000007/0000.0.bundle") and "names outer step 0, and it was sampled on" in found[3]
 
 
+@pytest.mark.slow  # makes_anew, BucketPlaces and the simulator are tested by default
 @pytest.mark.timeout(300)
 def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path) -> None:
     """A generation that is too long for the device's memory ended every replacement, which trained on it again."""

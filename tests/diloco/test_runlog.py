@@ -448,7 +448,8 @@ def test_the_commands_over_http_ask_little_at_first_and_hardly_anything_again(bu
     assert text.splitlines()[2:5] == same.splitlines()[2:5]
     assert asked(bucket, capsys, "costs", url)[0] <= 60
     whole, _ = asked(bucket, capsys, "report", url, "--to", str(tmp_path))
-    assert asked(bucket, capsys, "report", url, "--to", str(tmp_path))[0] <= 75 < whole
+    lists = 10  # of steps/, snapshots/ and leave/, so that "none lost" is true of the bucket and not of the cache
+    assert asked(bucket, capsys, "report", url, "--to", str(tmp_path))[0] <= 75 + lists < whole
 
 
 def test_a_run_that_goes_on_between_two_commands_is_shown_as_it_is(bucket, capsys) -> None:

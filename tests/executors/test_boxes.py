@@ -173,6 +173,7 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 
 @real
+@pytest.mark.slow
 def test_a_killed_replica_leaves_no_box_after_stop(
     tmp_path: Path, provider: tuple[str, dict[str, str], Callable[[], int]]
 ) -> None:

@@ -55,6 +55,7 @@ def test_the_bound_is_that_of_the_format() -> None:
     assert ((w + (w.float() / 520).bfloat16()) == w).all()
 
 
+@pytest.mark.slow
 def test_each_life_says_it_once_in_its_journal(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, inner={"dtype": "bfloat16", "lr": 1e-2}, fleet={"replicas": 1, "steps": 3})
     fleet.start("r00")
