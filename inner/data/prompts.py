@@ -184,7 +184,7 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
 
 
 def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or row["prompt"] in ([], _blank(row)):
         if fault := prompt_fault(row):
             raise InnerError(f"{name}: the prompt of {where} {fault}.")
         raise InnerError(
@@ -205,6 +205,12 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
             "reads. Take it out, or write the whole character."
         )
     return row
+
+
+def _blank(row: Row) -> str | None:
+    """Return the row's prompt if it is a text without a character that is seen, else None."""
+    prompt = row["prompt"]
+    return prompt if isinstance(prompt, str) and not prompt.strip() else None
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:

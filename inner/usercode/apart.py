@@ -9,7 +9,7 @@
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
 An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
 
-Not promised: anything for os.environ, or for threads that outlive the call or the turn.
+Not promised: anything for os.environ, the umask and sockets' time limits, or for threads that outlive the call or turn.
 """
 
 import inspect
@@ -31,6 +31,9 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda t, was: t.set_default_device(was),
     ),
     "torch.set_num_threads": (lambda t: t.get_num_threads(), lambda t, was: t.set_num_threads(was)),
+    "torch.use_deterministic_algorithms": (
+        lambda t: t.are_deterministic_algorithms_enabled(), lambda t, was: t.use_deterministic_algorithms(was)
+    ),
     "torch.set_float32_matmul_precision": (
         lambda t: t.get_float32_matmul_precision(), lambda t, was: t.set_float32_matmul_precision(was)
     ),

@@ -46,8 +46,11 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
 @pytest.mark.parametrize(
     ("missing", "use", "extra"),
     [
-        ("torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
-         "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco"),
+        pytest.param(
+            "torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
+            "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco",
+            marks=pytest.mark.slow,
+        ),
         ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
         ("httpx", "from inner import replay_trace; replay_trace([], [], 1.0)", "replay"),
         ("matplotlib", "from diloco.views.page.charts import write_picture; write_picture(None, None)", "report"),

@@ -52,6 +52,7 @@ def seeds(completions: Any, **columns: Any) -> list[float]:
 def rude(completions: Any, **columns: Any) -> list[float]:
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
     torch.set_default_device("meta")
     torch.set_num_threads(torch.get_num_threads() + 1)
     os.chdir("/")
@@ -84,7 +85,8 @@ def test_settings_and_the_folder_are_as_before_also_after_an_error() -> None:
 
     def all_settings() -> tuple[Any, ...]:
         threads, device = torch.get_num_threads(), torch.get_default_device()
-        return torch.is_grad_enabled(), torch.get_default_dtype(), device, threads, os.getcwd()
+        exact = torch.are_deterministic_algorithms_enabled()
+        return torch.is_grad_enabled(), torch.get_default_dtype(), device, threads, exact, os.getcwd()
 
     before = all_settings()
     keep_apart(rude, FILE)(completions=[""])
@@ -171,7 +173,7 @@ def test_a_change_is_told_once_as_a_warning_that_names_the_reward() -> None:
     assert [text.partition(", which")[0] for text in told] == [
         "warning r.py:seeds calls torch.manual_seed",
         "warning r.py:rude calls torch.set_grad_enabled, torch.set_default_dtype, torch.set_default_device, "
-        "torch.set_num_threads, os.chdir",
+        "torch.set_num_threads, torch.use_deterministic_algorithms, os.chdir",
     ]
 
 
@@ -277,7 +279,7 @@ class Env:
 '''
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_an_environment_that_seeds_everything_does_not_reach_the_training(tmp_path: Path, workers: int) -> None:
     """Its `torch.manual_seed` made the random numbers of all generations equal."""
     calm = generations(tmp_path / "calm", SEEDING.replace("self._seed()", "pass"), workers)

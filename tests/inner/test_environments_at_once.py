@@ -347,7 +347,7 @@ HANGS = WORLD_FILE.replace(
 )
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_reset_that_hangs_costs_one_rollout_of_the_run(tmp_path: Path, workers: int) -> None:
     """It held the session until the watchdog ended it."""
     (tmp_path / "world.py").write_text(HANGS)

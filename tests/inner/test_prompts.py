@@ -178,6 +178,7 @@ def test_the_command_that_unpacks_a_file_works_as_it_is_written(
         ("a.jsonl", b'[\n{"prompt": "x"}\n]', r"line 1 is not JSON: .*or name a file that is one list \.json"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": null}', r"the prompt of line 2 is null\. Write a text"),
         ("a.jsonl", b'{"prompt": "x"}\n\n{"prompt": ""}', r"the prompt of line 3 is empty\. Write a text"),
+        ("a.jsonl", b'{"prompt": " \\n"}', r"the prompt of line 1 is empty\. Write a text"),
         ("a.jsonl", b'{"prompt": []}', r"the prompt of line 1 is empty\. Write a text"),
         ("a.jsonl", b'{"prompt": 5}', r"the prompt of line 1 is a number \(5\)\. Write a text"),
         ("a.jsonl", b'{"prompt": {"role": "user"}}', r"the prompt of line 1 is an object\. Put it into a list"),

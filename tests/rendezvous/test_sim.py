@@ -91,7 +91,7 @@ LOST = {"store back", "commit away", "ends: RecordsLost", "ends: GaveUp", "ends:
 }
 
 
-@pytest.mark.parametrize("start, count", [(150, 120), pytest.param(270, 1200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start, count", [(150, 70), pytest.param(220, 1250, marks=pytest.mark.slow)])
 def test_a_store_that_is_taken_away_splits_nothing(start: int, count: int) -> None:
     """Gone, emptied, swapped for another or for a copy, back again; for some replicas and for all."""
     results = [run(draw_lost(seed)) for seed in range(start, start + count)]
