@@ -301,7 +301,7 @@ def _open_stores(url: str) -> tuple[Readable, Store]:
 
 
 def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, Store]:
-    """Return these stores, with `answers` to the OPENING requests.   Raise if there is no run.json."""
+    """Return these stores, with `answers` to the OPENING requests.   Raise if the store has no run.json."""
     if not answers.is_there(layout.RUN):
         from diloco.unreadable import no_run_words
 

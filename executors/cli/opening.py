@@ -65,7 +65,7 @@ def present_url(url: str) -> str:
 
 
 def reach_run(url: str) -> "Run":
-    """Return the run that users call `url`, with a patient store.   Raise ConfigError if there is none."""
+    """Return the run that users call `url`, with a patient store.   Raise ConfigError without a run."""
     from diloco.run.record import read_run
 
     present = present_url(url)

@@ -397,7 +397,7 @@ def _is_size(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Control(Record):
-    """A change of the desired state; a field that is None changes nothing.
+    """A change of the desired state; a field of None changes nothing.
 
     places: where replicas run, as the launcher describes it (executors/platforms/places.py); not interpreted here.
     max_usd, max_hours: the budget, 0 for none.

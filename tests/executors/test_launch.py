@@ -235,9 +235,9 @@ def test_a_script_or_module_that_is_a_link_travels_by_the_name_that_python_uses(
     found = read("link.py")
     assert str(found.config.script) == "train.py" and {"train.py", "helper.py"} <= set(found.config.files)
     assert found.config.name == "link", "as the run's folder"
-    Path("work").symlink_to(folder)
+    Path("linked").symlink_to(folder)
     monkeypatch.chdir(folder)
-    assert set(read(f"{shared}/work/train.py").config.files) == {"train.py", "helper.py", "rows.json"}
+    assert set(read(f"{shared}/linked/train.py").config.files) == {"train.py", "helper.py", "rows.json"}
 
 
 def test_a_module_that_is_installed_below_the_folder_is_not_sent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

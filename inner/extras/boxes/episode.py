@@ -67,7 +67,7 @@ class Episode:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no box any more."""
+        """Whether the episode has lost its box."""
         return self._box is None or self._blamed is not None
 
     def left_s(self) -> float:
