@@ -14,7 +14,7 @@
 # make test-toploc  the check of rollouts by TOPLOC's own proofs, built from source in an environment of its own; test-backends does it too
 # make test-replaysim  the filters of pairs by the real data-juicer, in an environment of its own
 # make test-openenv  servers and clients of OpenEnv against ours, openenv in an environment of its own; test-backends does it too
-# make test-engines  SmolLM2 in the real llama.cpp as an actor's engine; llama-cpp-python, compiled, in an environment of its own
+# make test-engines  SmolLM2 in the real llama.cpp and MLX as an actor's engine; llama-cpp-python, compiled, in an environment of its own
 # make test-boxes    boxes through E2B's own SDK, in an environment of its own
 # make test-deletion  Feature Deletion's tasks from five packages of PyPI, fetched into .venv/sdists
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
@@ -214,7 +214,8 @@ $(ENGINES)/.installed: | install
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(ENGINES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS="-DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF" \
-	  $(ENGINES)/bin/pip install -q --disable-pip-version-check --no-deps llama-cpp-python==0.3.36 diskcache==5.6.3
+	  $(ENGINES)/bin/pip install -q --disable-pip-version-check --no-deps llama-cpp-python==0.3.36 diskcache==5.6.3 \
+	  mlx==0.32.4 mlx-lm==0.32.2 $(if $(filter Linux,$(shell uname -s)),mlx-cpu==0.32.4)
 	@touch $@
 
 # e2b's attrs and httpx are others than ours; .venv's packages come behind them

@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
     parser.add_argument(
         "--engine", default="", metavar="KIND[:ADDRESS]",
-        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf or transformers (default: fleet.actor_engine)",
+        help="openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx[:MODEL] or transformers (default: fleet.actor_engine)",
     )  # fmt: skip
     typed = parser.parse_args(argv)
     forget_launcher(LAUNCHED)

@@ -14,7 +14,7 @@ from diloco.run.sections import ConfigError, OuterConfigError
 if TYPE_CHECKING:
     from diloco.run.config import OuterConfig, RunConfig
 
-ENGINES = ("openai", "llama_cpp")  # of inner/extras/engines/choose.py
+ENGINES = ("openai", "llama_cpp", "mlx")  # of inner/extras/engines/choose.py
 NEAR = 6  # inner steps; decision 080 has the measurements
 
 
@@ -102,9 +102,9 @@ def refuse_engine(config: "RunConfig", typed: str) -> None:
     kind, _, address = typed.partition(":")
     if typed in ("", "transformers"):
         return
-    if kind not in ENGINES or not address:
+    if kind not in ENGINES or not (address or typed == "mlx"):  # mlx alone samples with the run's start model
         raise ConfigError(
-            f"the actor's engine {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf or "
+            f"the actor's engine {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx or "
             "transformers, or none (fleet.actor_engine, or --engine by hand)"
         )
     if config.inner.lora is None:

@@ -11,13 +11,16 @@ An environment whose rollouts depend on their order (a global random generator, 
     class Env:
         _in_order = True
 
-Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
+Its calls stay in TRL's loop; with a limit they run one after the other in a thread.  The calls of an object that
+several rollouts share always stay in TRL's loop, without a limit; a warning tells of that.
 
 A call without an answer after `limit_s` seconds costs its rollout: it has no observation and no reward, its tools fail,
-and the next batch gets a new object in its place.  Another call begins instead.
+and the next batch gets a new object in its place.  Another call begins instead.  So with one worker, the seconds of
+calls that hang add up; inner.rewards.timeout_s does not count them.
 
 Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
-environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
+environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__, and
+for an object that several rollouts share.
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
+from itertools import product
 from time import monotonic
 from typing import Any
 
@@ -40,8 +44,12 @@ Calls = Sequence[tuple[int, Callable[[], Any]]]  # each with the number of its r
 
 def in_order(environments: Sequence[Any]) -> set[int]:
     """Return the indices of the rollouts whose environments' calls stay in order."""
+    return _shared(environments) | {i for i, one in enumerate(environments) if getattr(one, "_in_order", False)}
+
+
+def _shared(environments: Sequence[Any]) -> set[int]:
     times = Counter(map(id, environments))
-    return {i for i, one in enumerate(environments) if getattr(one, "_in_order", False) or times[id(one)] > 1}
+    return {i for i, one in enumerate(environments) if times[id(one)] > 1}
 
 
 def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -71,7 +79,24 @@ def environments_at_once(
         environments = drawn_environments(trainer, rows)
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     limits = {"workers": trainer.tool_workers, "limit_s": trainer.environment_limit_s, "hung": trainer.hung}
+    if trainer.environment_limit_s is not None:
+        _limit_calls(trainer, environments)
     return methods_at_once(environments, method, given, **limits)
+
+
+def _limit_calls(trainer: Any, environments: Sequence[Any]) -> None:
+    """Take the limit of whole batches from `get_reward`, whose calls have one each; warn of calls without any."""
+    for reward in trainer.reward_funcs:
+        function: Any = getattr(reward, "__wrapped__", None)
+        if getattr(function, "__module__", "") == "trl.trainer.grpo_trainer":
+            function.limit_s = 0.0
+    if _shared(environments) and not trainer.is_told_of_shared and trainer._reward_calls is not None:
+        trainer.is_told_of_shared = True
+        trainer._reward_calls.host.emit(
+            "warning",
+            "inner.sampling.environment_timeout_s is no limit here: several rollouts share one environment object. "
+            "Return a new object for each call of the class or factory",
+        )
 
 
 def _replace_hung(trainer: Any) -> None:
@@ -108,16 +133,22 @@ def methods_at_once(
 
     limit_s: seconds that one call may take; None: no limit.   hung: gets the rollouts whose call took longer. Such a
     call returns None, and so does a call of a rollout that is in `hung` already."""
-    stay, hung = in_order(environments), set[int]() if hung is None else hung
+    hung, apart = set[int]() if hung is None else hung, in_order(environments)
+    stay = apart if limit_s is None else _shared(environments)
     chosen = [
         (i, one, partial(getattr(one, method), **row))
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
         if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
     ]
     batches = list[_Threads | _Tasks]()
-    for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
-        calls = [each for each in chosen if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
-        batches.append(batch := kind([(row, call) for row, _, call in calls], workers, limit_s, hung))
+    for kind, in_turn in product((_Threads, _Tasks), (False, True)):  # async methods are called in the event loop
+        calls = [
+            (row, one, call)
+            for row, one, call in chosen
+            if iscoroutinefunction(call.func) == (kind is _Tasks) and (row in apart) == in_turn
+        ]
+        at_once = 1 if in_turn else workers
+        batches.append(batch := kind([(row, call) for row, _, call in calls], at_once, limit_s, hung))
         for i, (_, one, _) in enumerate(calls):
             vars(one)[method] = partial(_call_once, one, method, batch, i)
     try:

@@ -167,7 +167,7 @@ class GrpoLoop:
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
-            environment_factory=task.environment,
+            environment_factory=task.make or task.environment,
             objective=config.grpo.objective if self._has_weights else None,
             **channels,
             data_seed=seeds.data,

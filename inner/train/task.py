@@ -29,6 +29,7 @@ class Task:
     pairs: Path | None = None  # for the replay channel
     process: ProcessReward | None = None
     turn: Any = None  # of the user's environment and the model (inner/usercode/apart.py)
+    make: Callable[[], Any] | None = None  # makes the user's environment in its turn; None: the class makes it
 
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:

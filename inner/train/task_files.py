@@ -7,7 +7,7 @@ Not promised: that the parts fit together (inner/usercode/check.py tries them).
 """
 
 from collections.abc import Callable, Sequence
-from inspect import isfunction
+from functools import partial
 from typing import Any
 
 from inner.data.prompts import load_prompts, local_file
@@ -27,18 +27,24 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
     rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
     environment = load_environment(config, files)
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
-    hint, turn = None, None
+    hint, turn, make = None, None, None
     if (spelling := config.sampling.environment) is not None:
         file = local_file("environment", spelling, files)
         turn = Turns(file, f"{file.name}:{spelling.rpartition(':')[2]} (or a reward beside it)").turn
+        make = partial(_make_in, turn, environment)
         told = getattr(load_module("environment", spelling, files), "hint", None)
-        hint = keep_apart(told, file) if isfunction(told) else told
+        hint = keep_apart(told, file) if callable(told) else told
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     process = _load_process(config.process, files) if config.process is not None else None
     return {
         "rows": rows, "rewards": rewards, "environment": environment, "hint": hint, "pairs": pairs, "process": process,
-        "turn": turn,
+        "turn": turn, "make": make,
     }  # fmt: skip
+
+
+def _make_in(turn: Any, environment: Any) -> Any:
+    with turn(True):
+        return environment()
 
 
 def _load_reward(config: InnerConfig, kind: str, spelling: str, files: Files, *, models: bool) -> Reward:

@@ -203,7 +203,8 @@ def load_environment(config: InnerConfig, files: Files) -> type | None:
     found = load_object("environment", spelling, files)
     path = local_file("environment", spelling, files)
     try:
-        instance = found()
+        with apart(path, path.name, draws=True):
+            instance = found()
     except Exception as error:
         raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error
     _check_members(config, type(instance))

@@ -252,6 +252,9 @@ import torch
 class Env:
     """Each method seeds everything, as in many environments."""
 
+    def __init__(self):
+        self._seed()
+
     def _seed(self):
         torch.manual_seed(11)
         np.random.seed(11)
@@ -287,7 +290,9 @@ def test_an_environment_that_seeds_everything_does_not_reach_the_training(tmp_pa
     rude = generations(tmp_path / "rude", SEEDING, workers)
     assert len(rude) > 3 and rude == calm
     assert torch.get_default_dtype() == torch.float32
-    assert "env.py:Env (or a reward beside it) calls torch.manual_seed" in take_notes()[0]
+    of_load, of_turns = take_notes()
+    assert "env.py calls torch.manual_seed, torch.set_default_dtype" in of_load
+    assert "env.py:Env (or a reward beside it) calls torch.set_default_dtype" in of_turns
 
 
 def generations(folder: Path, environment: str, workers: int) -> list[Any]:
@@ -311,3 +316,23 @@ def generations(folder: Path, environment: str, workers: int) -> list[Any]:
     left = iter([False] * 3 + [True])
     loop.train(lambda: next(left))
     return seen
+
+
+HINTS = ("hint = _seed", "hint = functools.partial(_seed)", "hint = functools.cache(_seed)", "hint = Hint()")
+
+
+@pytest.mark.parametrize("line", HINTS)
+def test_a_hint_of_any_kind_runs_apart(tmp_path: Path, line: str) -> None:
+    """A partial or an object was called as it is, so its seed reached the training."""
+    (tmp_path / "env.py").write_text(
+        f"import functools\nimport torch\n{SEEDING}\n"
+        "def _seed(told):\n    torch.manual_seed(11)\n    torch.set_default_dtype(torch.float64)\n    return told\n"
+        f"class Hint:\n    def __call__(self, told):\n        return _seed(told)\n{line}\n"
+    )
+    config = InnerConfig(model="toolworld", sampling={"environment": "env.py:Env"})
+    hint = load_files(config, {"environment": tmp_path / "env.py"}, models=True)["hint"]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert hint("x") == "x"
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
+    assert any("env.py" in note for note in take_notes())

@@ -1,6 +1,7 @@
 """Engines of an actor: what they are told and what they tell, and each way in which one can fail."""
 
 import atexit
+import json
 import math
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import torch
 from inner.errors import InnerError
 from inner.extras.engines.choose import use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
+from inner.extras.engines.mlx import MlxEngine, rotary_settings
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
 from inner.extras.engines.server import AdapterServer
 from inner.rollouts.acting import Sampler
@@ -374,3 +376,35 @@ def test_without_the_package_the_next_step_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(InnerError, match="pip install llama-cpp-python"):
         LlamaEngine(tmp_path / "x.gguf", None, folder=tmp_path)
+
+
+# ---------------------------------------------------------------------- MLX (the real one: test_engines_real.py)
+
+
+def test_without_mlx_the_next_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx", None)
+    with pytest.raises(InnerError, match="pip install 'mlx-lm"):
+        use_engine("mlx", a_loop().trainer, name="a07", folder=Path("unused"))
+    with pytest.raises(InnerError, match="pip install 'mlx-lm"):
+        MlxEngine("no/folder", a_loop().model.peft_config["default"])
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({}, {}),
+        ({"rope_theta": 5e5}, {}),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, {}),
+        ({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, {"rope_theta": 1e5}),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, {}),
+        (
+            {"rope_parameters": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
+            {"rope_theta": 1e5, "rope_scaling": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
+        ),
+    ],
+)
+def test_mlx_is_told_the_theta_that_transformers_5_writes_under_another_name(
+    tmp_path: Path, config: Any, told: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert rotary_settings(tmp_path) == told

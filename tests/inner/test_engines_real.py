@@ -1,6 +1,7 @@
-"""The real llama.cpp and a real vLLM server as an actor's engine: SmolLM2's own file, with a LoRA adapter.
+"""The real llama.cpp, MLX and a real vLLM server as an actor's engine: SmolLM2's own file, with a LoRA adapter.
 
 SmolLM2, dequantised ─┬▶ F32, Q8_0, Q4_0 .gguf ──▶ llama.cpp + adapter.gguf ───▶ ids, log-probs ──▶ check_rollouts
+                      ├▶ MLX, fp32, bf16, 8 and 4 bits + the adapter ──────────▶ ids, log-probs ──▶ check_rollouts
                       ├▶ vLLM's server, fp32 and bf16 + adapter files ─────────▶ ids, log-probs ──▶ check_rollouts
                       └▶ transformers + the adapter, fp32 ───────────────────────────────────────────┘
 """
@@ -37,6 +38,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 needs_llama = pytest.mark.skipif(not find_spec("llama_cpp"), reason="make test-engines runs it")
+needs_mlx = pytest.mark.skipif(not find_spec("mlx_lm"), reason="make test-engines runs it")
 needs_vllm = pytest.mark.skipif(not has_vllm(), reason="make test-vllm runs it")
 BUNDLES, N, TOKENS = 20, 4, 48
 PROMPTS = ("Name three rivers of Europe.", "What is 17 + 25?", "Write a haiku about rain.", "Why is the sky blue?")
@@ -89,8 +91,11 @@ def test_the_exact_files_log_probs_are_the_models_with_the_adapter_and_follow_it
     made: Made, tmp_path: Path
 ) -> None:
     """So names, the order of the rows of q and k, and the scale are right."""
+    assert_follows(made, an_engine(made, tmp_path, Kind.F32))
+
+
+def assert_follows(made: Made, engine: Any) -> None:
     model, tokenizer = made
-    engine = an_engine(made, tmp_path, Kind.F32)
     for temperature in (1.0, 0.7):
         (found,) = checked(made, engine, 1, temperature)
         assert found.disagreement < 0.005 and not found.doubts, found
@@ -128,6 +133,37 @@ def _print(name: str, found: list[Any]) -> None:
     least = min(one.disagreement for one in found)
     doubted, z = sum(bool(one.doubts) for one in found), max(abs(one.surprise) for one in found)
     print(f"{name}: {doubted} of {len(found)} doubted, disagreement {least:.3f} to {worst:.3f}, |z| at most {z:.1f}")
+
+
+def an_mlx_engine(made: Made, folder: Path, dtype: str = "float32", bits: int = 0) -> Any:
+    from mlx_lm.convert import convert
+
+    from inner.extras.engines.mlx import MlxEngine
+
+    model, _ = made
+    address = folder / f"{dtype}-{bits}"
+    convert(str(a_base(folder)), str(address), quantize=bool(bits), q_bits=bits or 8, dtype=dtype)
+    engine = MlxEngine(str(address), model.peft_config["default"])
+    engine.load(model.named_parameters())
+    return engine
+
+
+@needs_mlx
+def test_mlxs_log_probs_are_the_models_with_the_adapter_and_follow_its_changes(made: Made, tmp_path: Path) -> None:
+    assert_follows(made, an_mlx_engine(made, tmp_path))
+
+
+@needs_mlx
+@pytest.mark.parametrize(
+    ("dtype", "bits", "is_doubted"), [("bfloat16", 0, False), ("float32", 8, False), ("float32", 4, True)]
+)
+def test_mlx_is_believed_with_eight_bits_and_doubted_with_four(
+    made: Made, tmp_path: Path, dtype: str, bits: int, is_doubted: bool
+) -> None:
+    """MLX multiplies slowly on a CPU, so there are few bundles."""
+    found = checked(made, an_mlx_engine(made, tmp_path, dtype, bits), 2 if is_doubted else 3)
+    _print(f"MLX {dtype}, {bits or 'no'} bits", found)
+    assert {bool(one.doubts) for one in found} == {is_doubted}
 
 
 @contextmanager

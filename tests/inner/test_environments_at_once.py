@@ -340,6 +340,41 @@ def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asynci
     loop.call_soon_threadsafe(over.set)
 
 
+def test_the_limit_counts_for_environments_in_order_and_they_keep_it() -> None:
+    """It counted only for those that may run at once."""
+    order = list[int]()
+
+    class InOrder:
+        _in_order = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def reset(self) -> None:
+            order.append(self.number)
+            if self.number == 1:
+                threading.Event().wait()
+
+    ones, hung = [InOrder(i) for i in range(5)], set[int]()
+    with methods_at_once(ones, "reset", [{}] * 5, 4, limit_s=0.05, hung=hung):
+        for one in ones:
+            one.reset()
+    assert order == [0, 1, 2, 3, 4] and hung == {1}
+
+
+def test_an_object_that_rollouts_share_keeps_its_calls_and_has_no_limit() -> None:
+    class Shared:
+        calls = 0
+
+        def reset(self) -> int:
+            self.calls += 1
+            return self.calls
+
+    one = Shared()
+    with methods_at_once([one] * 3, "reset", [{}] * 3, 4, limit_s=1e-9):
+        assert [one.reset() for _ in range(3)] == [1, 2, 3]
+
+
 HANGS = WORLD_FILE.replace(
     '        self.calls = 0\n        self._meet("reset")\n',
     "        self.calls, World.resets = 0, getattr(World, 'resets', 0) + 1\n"
@@ -350,22 +385,45 @@ HANGS = WORLD_FILE.replace(
 @pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_reset_that_hangs_costs_one_rollout_of_the_run(tmp_path: Path, workers: int) -> None:
     """It held the session until the watchdog ended it."""
-    (tmp_path / "world.py").write_text(HANGS)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
-    sampling = {"environment": "world.py:World", "tool_workers": workers, "environment_timeout_s": 0.5}
-    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
-    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
+    one = assert_costs(tmp_path, HANGS, [2], tool_workers=workers)
+    assert one is not type(one).left
+
+
+def test_rewards_that_hang_one_after_the_other_cost_their_own_rollouts(tmp_path: Path) -> None:
+    """Their seconds added up to inner.rewards.timeout_s, which dropped the rewards of all later rollouts."""
+    hangs = WORLD_FILE.replace(
+        '        self._meet("get_reward")\n',
+        "        World.asked = getattr(World, 'asked', 0) + 1\n"
+        "        if World.asked in (3, 5, 7):\n            threading.Event().wait()\n",
+    )
+    assert_costs(tmp_path, hangs, [2, 4, 6], rewards={"timeout_s": 0.8})
+
+
+def assert_costs(folder: Path, world: str, rows: list[int], rewards: Any = None, **sampling: Any) -> Any:
+    """Train on the world of this file, whose calls hang for these rollouts of the first batch.
+
+    Return the environment of the third rollout at the end."""
+    (folder / "world.py").write_text(world)
+    (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    sampling |= {"environment": "world.py:World", "environment_timeout_s": 0.5}
+    config = InnerConfig(
+        model=str(small_folder()),
+        data={"prompts": "rows.jsonl"},
+        sampling=sampling,
+        rewards=rewards or {},
+        batch_size=16,
+    )
+    files = {"prompts": folder / "rows.jsonl", "environment": folder / "world.py"}
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
     seen, stops = [], iter((False, False, True))
     kept = loop.trainer._calculate_rewards
 
-    def rewards(*args: Any) -> Any:
+    def calculate(*args: Any) -> Any:
         seen.append(kept(*args).isnan().any(dim=1).tolist())
         return kept.__self__._rewards_by_function
 
-    loop.trainer._calculate_rewards = rewards
-    with pytest.warns(UserWarning, match=r"1 of 16 rollouts have no reward: `reset` or `get_reward`"):
+    loop.trainer._calculate_rewards = calculate
+    with pytest.warns(UserWarning, match=rf"{len(rows)} of 16 rollouts have no reward: `reset` or `get_reward`"):
         loop.train(lambda: next(stops))
-    assert seen[0] == [row == 2 for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
-    one = loop.trainer.environments[2]
-    assert one is not type(one).left
+    assert seen[0] == [row in rows for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
+    return loop.trainer.environments[2]

@@ -6,12 +6,13 @@
     kind         address                          newer weights                               log-probs of
     openai       http://HOST:PORT of a vLLM       adapter files, /v1/load_lora_adapter        the server's weights
     llama_cpp    a .gguf file of the base model   the adapter as .gguf, replaced each time    the file's precision
+    mlx          a model's folder or name, or ""  A and B, put on the model's layers          the model's precision
 
 Without an engine, TRL's own generation samples (transformers, or vLLM in process with [inner.vllm]).  With an engine,
 the tool loop, masks and rewards stay the same: an engine replaces only one call.
 
 Not promised: weights of a run without [inner.lora]; top-p, top-k, min-p or a repetition penalty; images.  llama.cpp's
-own server reads adapters only when it starts, so it cannot follow a run.  MLX.
+own server reads adapters only when it starts, so it cannot follow a run.
 """
 
 from pathlib import Path
@@ -34,16 +35,21 @@ def use_engine(typed: str, trainer: Any, *, name: str, folder: Path) -> Sampling
             f"the engine {kind} samples from all tokens, and this run sets top_p, top_k, min_p, a repetition penalty "
             "or generation_kwargs. Use no engine, or take them out of the run"
         )
-    engine = _make(kind, address, trainer.model.peft_config["default"], name=name, folder=folder)
+    engine = _make(kind, address, trainer.model, name=name, folder=folder)
     sample_with(trainer, engine)
     return engine
 
 
-def _make(kind: str, address: str, config: Any, *, name: str, folder: Path) -> SamplingEngine:
+def _make(kind: str, address: str, model: Any, *, name: str, folder: Path) -> SamplingEngine:
+    config = model.peft_config["default"]
     if kind == "openai":
         from inner.extras.engines.server import AdapterServer
 
         return AdapterServer(address, config, name=name, folder=folder)
+    if kind == "mlx":
+        from inner.extras.engines.mlx import MlxEngine
+
+        return MlxEngine(address or model.get_base_model().name_or_path, config)
     from inner.extras.engines.llama import LlamaEngine
 
     return LlamaEngine(Path(address), config, folder=folder)
