@@ -22,7 +22,7 @@ from diloco.model.hub_wait import next_steps_text
 from diloco.model.start_model import first_arrays, refuse_other_bits
 from diloco.outer.flat import trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.run.config import BUCKET, ConfigError, OuterConfig
+from diloco.run.config import ConfigError, OuterConfig
 from diloco.run.record import ModelRecord, Run, read_model, read_run
 from diloco.run.sections import keep_bytes
 from diloco.runlog.reached import refuse_lost
@@ -125,7 +125,7 @@ def state_at(
         raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
     for _ in replay.commits(step):
         pass
-    if run.config.rendezvous == BUCKET and (step is None or replay.step < step):
+    if step is None or replay.step < step:
         refuse_lost(store, replay.step)
     if step is not None and replay.step < step:
         raise ConfigError(

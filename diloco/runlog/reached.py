@@ -10,10 +10,12 @@ commits are read last: a run that goes on meanwhile loses nothing here.
 Not promised: a loss after which no record was written, or of which LIST does not tell (it may lag).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from diloco.run.config import BUCKET
+from diloco.run.record import decode_run
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.errors import ChainBroken, Forged
@@ -58,10 +60,20 @@ def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS
 def refuse_lost(store: Readable, head: int, folders: Iterable[str] = ()) -> None:
     """Raise ChainBroken if a record shows that the run has passed `head`, the first step without a commit.
 
-    folders: to list; by default those that are short."""
+    folders: to list; by default those that are short.   A run over a lighthouse writes no commits, so it lost none."""
     folders = folders or (layout.SNAPSHOTS, layout.LEAVES, layout.offers_prefix(head + 1))
-    if (lost := lost_commit(store, head, folders)) is not None:
+    if (lost := lost_commit(store, head, folders)) is not None and _writes_commits(store):
         raise ChainBroken(lost.in_words())
+
+
+def _writes_commits(store: Readable) -> bool:
+    body = store.get(layout.RUN)
+    return body is None or is_in_bucket(decode_run("this run", body).config)
+
+
+def is_in_bucket(config: Mapping[str, Any]) -> bool:
+    """Whether replicas of a run with these settings average through the bucket."""
+    return config.get("rendezvous", BUCKET) == BUCKET
 
 
 def newest_witness(store: Readable, keys: Iterable[str], head: int) -> tuple[int, str]:
@@ -88,8 +100,7 @@ def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] 
     """Write into `report.damage` which commit is lost or altered.
 
     folders: to list.   None: some, and only if a heartbeat or a log names a step above the head, as a look is short."""
-    in_bucket = report.config.get("rendezvous", "bucket") == "bucket"  # a lighthouse writes no commits
-    head = max(len(report.steps), report.taken) if in_bucket else report.head
+    head = max(len(report.steps), report.taken) if is_in_bucket(report.config) else report.head
     told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
     cheap = (layout.SNAPSHOTS, layout.offers_prefix(head + 1)) if max(told, default=0) > head else ()
     if not report.damage and (lost := lost_commit(store, head, folders or cheap)) is not None:

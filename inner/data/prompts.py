@@ -25,6 +25,7 @@ from inner.tasks.spec import is_task
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
 LONGEST_FIELD = 2**31 - 1  # most characters of a .csv field
+UNNAMED = "\0"  # and the column's number: key for a .csv column without a name, before it is taken out
 BEYOND = "beyond the header"  # key for fields of a .csv row beyond the header's columns
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
@@ -126,7 +127,8 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
         reader = csv.DictReader(lines, restkey=BEYOND)
-        if twice := [column for column, n in Counter(reader.fieldnames or ()).items() if column and n > 1]:
+        reader.fieldnames = [column or f"{UNNAMED}{i}" for i, column in enumerate(reader.fieldnames or (), 1)]
+        if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
             raise InnerError(
                 f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
                 "column a name of its own."
@@ -137,7 +139,18 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
                 continue  # a line of spaces; csv skips empty ones itself
             if None in row.values():  # DictReader's value for a field that the line does not have
                 raise InnerError(f"{name}, {where} has fewer fields than the header. Complete it, or take it out.")
-            yield where, row
+            yield where, _without_unnamed(name, where, row)
+
+
+def _without_unnamed(name: str, where: str, row: Row) -> Row:
+    """Return the row without columns that the header does not name: empty ones, and the index that pandas writes."""
+    unnamed = [column for column in row if column.startswith(UNNAMED)]
+    if full := [column for column in unnamed if column != f"{UNNAMED}1" and str(row[column]).strip()]:
+        raise InnerError(
+            f"{name}, {where} has the field {str(row[full[0]])[:40]!r} in column {full[0][1:]}, which the header "
+            "does not name. Name the column in the header, or take it out."
+        )
+    return {column: value for column, value in row.items() if column not in unnamed}
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
@@ -208,9 +221,10 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _blank(row: Row) -> str | None:
-    """Return the row's prompt if it is a text without a character that is seen, else None."""
+    """Return the row's prompt if it is a text, or messages of texts, without a character that is seen; else None."""
     prompt = row["prompt"]
-    return prompt if isinstance(prompt, str) and not prompt.strip() else None
+    texts = [prompt] if isinstance(prompt, str) else [m.get("content") if isinstance(m, dict) else m for m in prompt]
+    return prompt if all(isinstance(text, str) and not text.strip() for text in texts) else None
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:

@@ -1,55 +1,48 @@
-"""Run one method of all environments of a batch at the same time: `reset`, `get_reward`.
+"""Run one method of all environments of a batch at the same time, or each within a limit: `reset`, `get_reward`.
 
     with methods_at_once(environments, "reset", rows, workers):
         TRL's loop: environment.reset(**row)      the first call starts all rollouts' calls; each returns its own result
 
-TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method for one
-call; so a repeated call (of a reward) reaches the method itself.  Plain methods run in threads, async methods in tasks.
+TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method.  With
+several workers the first call of each is made in a thread, or in a task if it is async; a repeated call (of a reward)
+reaches the method itself.  These calls stay in TRL's loop, in its thread:
 
-An environment whose rollouts depend on their order (a global random generator, one connection) declares that:
-
-    class Env:
-        _in_order = True
-
-Its calls stay in TRL's loop; with a limit they run one after the other in a thread.  The calls of an object that
-several rollouts share always stay in TRL's loop, without a limit; a warning tells of that.
+    - with one worker, so that a connection that `reset` opens can be used by tools
+    - of an environment that several rollouts share
+    - of a class with `_in_order = True`, whose rollouts depend on their order (a global random generator)
 
 A call without an answer after `limit_s` seconds costs its rollout: it has no observation and no reward, its tools fail,
-and the next batch gets a new object in its place.  Another call begins instead.  So with one worker, the seconds of
-calls that hang add up; inner.rewards.timeout_s does not count them.
+and the next batch gets a new object in its place.  In TRL's loop it is interrupted (inner/usercode/deadline.py); in a
+thread it is left behind, and another call begins instead.  inner.rewards.timeout_s does not count these calls.
 
-Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
-environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__, and
-for an object that several rollouts share.
+Calls that have not begun at the end of the `with` are dropped: the next batch resets the same environments.  Not
+promised: a limit, or a gain, for classes with __slots__; a limit in C code that no signal interrupts.
 """
 
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from inspect import iscoroutinefunction
-from itertools import product
 from time import monotonic
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from inner.usercode.deadline import TimedOut, call_within
+
 Calls = Sequence[tuple[int, Callable[[], Any]]]  # each with the number of its rollout
 
 
 def in_order(environments: Sequence[Any]) -> set[int]:
     """Return the indices of the rollouts whose environments' calls stay in order."""
-    return _shared(environments) | {i for i, one in enumerate(environments) if getattr(one, "_in_order", False)}
-
-
-def _shared(environments: Sequence[Any]) -> set[int]:
     times = Counter(map(id, environments))
-    return {i for i, one in enumerate(environments) if times[id(one)] > 1}
+    return {i for i, one in enumerate(environments) if getattr(one, "_in_order", False) or times[id(one)] > 1}
 
 
 def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -80,23 +73,16 @@ def environments_at_once(
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     limits = {"workers": trainer.tool_workers, "limit_s": trainer.environment_limit_s, "hung": trainer.hung}
     if trainer.environment_limit_s is not None:
-        _limit_calls(trainer, environments)
+        _count_no_batches(trainer)
     return methods_at_once(environments, method, given, **limits)
 
 
-def _limit_calls(trainer: Any, environments: Sequence[Any]) -> None:
-    """Take the limit of whole batches from `get_reward`, whose calls have one each; warn of calls without any."""
+def _count_no_batches(trainer: Any) -> None:
+    """Take the limit of whole batches from TRL's own reward, `get_reward`: each of its calls has one."""
     for reward in trainer.reward_funcs:
         function: Any = getattr(reward, "__wrapped__", None)
         if getattr(function, "__module__", "") == "trl.trainer.grpo_trainer":
             function.limit_s = 0.0
-    if _shared(environments) and not trainer.is_told_of_shared and trainer._reward_calls is not None:
-        trainer.is_told_of_shared = True
-        trainer._reward_calls.host.emit(
-            "warning",
-            "inner.sampling.environment_timeout_s is no limit here: several rollouts share one environment object. "
-            "Return a new object for each call of the class or factory",
-        )
 
 
 def _replace_hung(trainer: Any) -> None:
@@ -133,24 +119,26 @@ def methods_at_once(
 
     limit_s: seconds that one call may take; None: no limit.   hung: gets the rollouts whose call took longer. Such a
     call returns None, and so does a call of a rollout that is in `hung` already."""
-    hung, apart = set[int]() if hung is None else hung, in_order(environments)
-    stay = apart if limit_s is None else _shared(environments)
-    chosen = [
+    hung, stay = set[int]() if hung is None else hung, in_order(environments)
+    stay = stay if workers > 1 else set(range(len(environments)))
+    callable_here = [
         (i, one, partial(getattr(one, method), **row))
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
-        if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
+        if hasattr(one, "__dict__") and hasattr(one, method)
     ]
+    chosen = [each for each in callable_here if each[0] not in stay]
     batches = list[_Threads | _Tasks]()
-    for kind, in_turn in product((_Threads, _Tasks), (False, True)):  # async methods are called in the event loop
-        calls = [
-            (row, one, call)
-            for row, one, call in chosen
-            if iscoroutinefunction(call.func) == (kind is _Tasks) and (row in apart) == in_turn
-        ]
-        at_once = 1 if in_turn else workers
-        batches.append(batch := kind([(row, call) for row, _, call in calls], at_once, limit_s, hung))
+    for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
+        calls = [each for each in chosen if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
+        batches.append(batch := kind([(row, call) for row, _, call in calls], workers, limit_s, hung))
         for i, (_, one, _) in enumerate(calls):
             vars(one)[method] = partial(_call_once, one, method, batch, i)
+    if limit_s is not None:
+        kept = [each for each in callable_here if each[0] in stay]
+        chosen += kept
+        for one in {id(one): one for _, one, _ in kept}.values():
+            own = deque(row for row, other, _ in kept if other is one)  # TRL asks for them in this order
+            vars(one)[method] = _limited(getattr(one, method), own, limit_s, hung)
     try:
         yield
     finally:
@@ -163,6 +151,39 @@ def methods_at_once(
 def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
     vars(environment).pop(method, None)
     return batch.take(i)
+
+
+def _limited(function: Callable[..., Any], rows: deque[int], limit_s: float, hung: set[int]) -> Callable[..., Any]:
+    """Return the function with a limit for each call; a call that takes longer returns None.   rows: its rollouts."""
+
+    def sync(**given: Any) -> Any:
+        row = rows[0]
+        rows.rotate(-1)
+        try:
+            return None if row in hung else call_within(limit_s, lambda: function(**given))
+        except TimedOut:
+            hung.add(row)
+
+    async def later(**given: Any) -> Any:
+        row = rows[0]
+        rows.rotate(-1)
+        return None if row in hung else await _answer_within(limit_s, function(**given), row, hung)
+
+    return later if iscoroutinefunction(function) else sync
+
+
+async def _answer_within(limit_s: float | None, call: Coroutine[Any, Any, Any], row: int, hung: set[int]) -> Any:
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=limit_s)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if done:
+        return task.result()
+    task.cancel()  # it may ignore that, so it is not awaited
+    hung.add(row)
+    return None
 
 
 class _Threads:
@@ -237,17 +258,7 @@ class _Tasks:
         if row in self._hung:
             return None
         async with places:
-            task = asyncio.ensure_future(call())
-            try:
-                done, _ = await asyncio.wait({task}, timeout=self._limit_s)
-            except asyncio.CancelledError:
-                task.cancel()
-                raise
-            if done:
-                return task.result()
-            task.cancel()  # it may ignore that, so it is not awaited
-            self._hung.add(row)
-            return None
+            return await _answer_within(self._limit_s, call(), row, self._hung)
 
     def end(self) -> None:
         """Cancel the calls that have not ended, all in one step of the event loop, so that no waiting call begins."""

@@ -43,7 +43,7 @@ class LeanToolLoop(GRPOTrainer):
 
     on_rollouts: OnRollouts | None = None
     tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
-    environment_limit_s, is_told_of_shared = cast(float | None, None), False  # environments_at_once.py
+    environment_limit_s: float | None = None  # environments_at_once.py
     hung: Any = frozenset[int]()  # rollouts of this batch whose environment does not answer
     turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
@@ -84,7 +84,8 @@ class LeanToolLoop(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
-        if self.environment_factories is None or (self.tool_workers == 1 and self.environment_limit_s is None):
+        is_plain = self.tool_workers == 1 and self.environment_limit_s is None
+        if self.environment_factories is None or is_plain or self.replayed is not None:
             return nullcontext()
         from inner.rollouts.environments_at_once import environments_at_once
 

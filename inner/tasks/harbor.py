@@ -98,10 +98,6 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
-    if (folder / TEST).is_symlink():
-        raise InnerError(
-            f"the Harbor task {folder} has no verifier: {TEST} is a link, and no link is followed. Copy it."
-        )
     try:
         told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
         instruction = (folder / "instruction.md").read_text("utf-8")
@@ -137,7 +133,7 @@ def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
     work, files = "/app", dict[str, str]()
     for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
-        plain = not any(word.startswith(("-", "[", "'", '"')) or "$" in word or "\\" in word for word in words)
+        plain = not any(word.startswith(("-", "'", '"')) or set("$\\[") & set(word) or "**" in word for word in words)
         match [word.upper() for word in words[:1]], words[1:]:
             case (([] | ["FROM"]), _):
                 continue
@@ -180,8 +176,12 @@ def _named(folder: Path, source: str) -> list[Path]:
 
 
 def _pack(source: Path, target: str) -> dict[str, str]:
-    """Return path in the box -> base64.   source: a file or a folder; its links are not followed."""
-    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file() and not p.is_symlink())
+    """Return path in the box -> base64.   source: a file or a folder.   A link to a file in it becomes that file."""
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file() or p.is_symlink())
+    inside = [p.is_file() and p.resolve().is_relative_to(source.resolve()) for p in paths if p.is_symlink()]
+    if not all(inside):
+        link = [p for p in paths if p.is_symlink()][inside.index(False)]
+        raise InnerError(f"{link} is a link to a folder, or out of {source}; a box gets files alone. Copy it there.")
     if not paths or sum(p.stat().st_size for p in paths) > MOST_BYTES:
         raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
     names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]

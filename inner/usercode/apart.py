@@ -32,7 +32,8 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     ),
     "torch.set_num_threads": (lambda t: t.get_num_threads(), lambda t, was: t.set_num_threads(was)),
     "torch.use_deterministic_algorithms": (
-        lambda t: t.are_deterministic_algorithms_enabled(), lambda t, was: t.use_deterministic_algorithms(was)
+        lambda t: (t.are_deterministic_algorithms_enabled(), t.is_deterministic_algorithms_warn_only_enabled()),
+        lambda t, was: t.use_deterministic_algorithms(was[0], warn_only=was[1]),
     ),
     "torch.set_float32_matmul_precision": (
         lambda t: t.get_float32_matmul_precision(), lambda t, was: t.set_float32_matmul_precision(was)

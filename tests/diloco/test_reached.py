@@ -75,6 +75,17 @@ def test_steps_of_a_log_are_no_commits(run: Path, capsys: pytest.CaptureFixture[
     assert "! commit 0 is missing, though " in told("status", run, capsys)[1]
 
 
+def test_a_run_over_a_lighthouse_has_lost_no_commit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes none; `explain` and `blame` told its owner to restore them from a backup."""
+    record = json.loads((run / layout.RUN).read_text())
+    record["config"]["rendezvous"] = "lighthouse://127.0.0.1:29510"
+    (run / layout.RUN).write_text(json.dumps(record))
+    for t in range(STEPS):
+        key(run, t).unlink()
+    for verb in (("explain", "--step", "0"), ("blame", "--no-metric"), ("export", "--to", str(run.parent / "model"))):
+        assert "is missing" not in told(verb[0], run, capsys, *verb[1:])[1]
+
+
 def test_a_listing_shows_a_hole_below_what_an_earlier_look_has_read(run: Path) -> None:
     """A cached commit was taken for one that stands."""
     key(run, 2).unlink()

@@ -147,14 +147,15 @@ def test_async_calls_wait_for_each_other_and_again_reaches_the_method() -> None:
 
 def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None:
     """A reward that hangs, and a limit that ends the batch. The next one resets the environments."""
-    begun, release = threading.Event(), threading.Event()
-    ones = [One(0, lambda: (begun.set(), release.wait(PATIENCE_S))), One(1), One(2)]
+    begun, release = threading.Barrier(3), threading.Event()
+    waits = lambda: (begun.wait(PATIENCE_S), release.wait(PATIENCE_S))  # noqa: E731
+    ones = [One(0, waits), One(1, waits), One(2), One(3)]
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 3, 1):  # as deadline.py interrupts
+    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 4, 2):  # as deadline.py interrupts
         waiting = threading.Thread(target=ones[0].reset)
         waiting.start()
-        assert begun.wait(PATIENCE_S)
-        late = ones[1].reset
+        begun.wait(PATIENCE_S)
+        late = ones[2].reset
         raise KeyboardInterrupt
     with pytest.raises(TimeoutError, match="the batch was over"):
         late()
@@ -162,7 +163,7 @@ def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None
     waiting.join(PATIENCE_S)
     while threading.active_count() > before:
         pass
-    assert [one.times for one in ones] == [1, 0, 0]
+    assert [one.times for one in ones] == [1, 1, 0, 0]
 
 
 def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -> None:
@@ -173,12 +174,12 @@ def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -
     async def nothing() -> None: ...
 
     begun = threading.Event()
-    ones = [One(0, wait), One(1, nothing), One(2, nothing)]
+    ones = [One(0, wait), One(1, wait), One(2, nothing)]
 
     async def first() -> Any:
         return await ones[0].get_reward()
 
-    with methods_at_once(ones, "get_reward", [{}] * 3, 1):
+    with methods_at_once(ones, "get_reward", [{}] * 3, 2):
         asked = asyncio.run_coroutine_threadsafe(first(), loop)
         assert begun.wait(PATIENCE_S)
     with pytest.raises(CancelledError):
@@ -362,17 +363,38 @@ def test_the_limit_counts_for_environments_in_order_and_they_keep_it() -> None:
     assert order == [0, 1, 2, 3, 4] and hung == {1}
 
 
-def test_an_object_that_rollouts_share_keeps_its_calls_and_has_no_limit() -> None:
+def test_the_limit_counts_for_an_object_that_rollouts_share_and_each_call_costs_its_own_rollout() -> None:
     class Shared:
         calls = 0
 
         def reset(self) -> int:
             self.calls += 1
+            if self.calls == 2:
+                threading.Event().wait()
             return self.calls
 
-    one = Shared()
-    with methods_at_once([one] * 3, "reset", [{}] * 3, 4, limit_s=1e-9):
-        assert [one.reset() for _ in range(3)] == [1, 2, 3]
+    one, hung = Shared(), set[int]()
+    with methods_at_once([one] * 3, "reset", [{}] * 3, 4, limit_s=0.05, hung=hung):
+        assert [one.reset() for _ in range(3)] == [1, None, 3] and hung == {1}
+    assert one.reset() == 4
+
+
+def test_with_one_worker_a_limit_leaves_the_calls_in_the_trainers_thread(tmp_path: Path) -> None:
+    """Tools could not use a connection that `reset` had opened: each call was an error of its rollout."""
+    opens = WORLD_FILE.replace(
+        "        self.calls = 0\n", "        self.calls, self.db = 0, sqlite3.connect(':memory:')\n"
+    )
+    queries = opens.replace(
+        "        self.calls += 1\n", "        self.calls += self.db.execute('select 1').fetchone()[0]\n"
+    )
+    (tmp_path / "world.py").write_text("import sqlite3\n" + queries.replace("async def", "def"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    sampling = {"environment": "world.py:World", "environment_timeout_s": 20.0, "tool_timeout_s": 20.0}
+    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
+    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
+    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
+    loop.train(lambda: True)
+    assert sum(one.calls for one in loop.trainer.environments) > 5
 
 
 HANGS = WORLD_FILE.replace(

@@ -1,6 +1,7 @@
 """Held-out scores: which weights make them, that a seed fixes them, and that training does not notice."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from inner.rollouts.scoring import committed_weights
+from inner.usercode.apart import begin_session, keep_apart
 from inner.usercode.reward_calls import StandaloneHost
 from tests.inner.test_grpo import after, build
 from tests.inner.test_toolworld import WORLD
@@ -55,6 +57,36 @@ def test_random_numbers_of_the_users_code_go_on_where_they_were() -> None:
     np.random.seed(5)
     loop.score(ROWS[:8], greedy=False, seed=1)
     assert (random.random(), np.random.rand()) == expected
+
+
+def test_a_rewards_random_numbers_go_on_where_they_were() -> None:
+    """`verify --inner` takes no evaluation again: without this, it accuses every replica that had one."""
+    drawn = list[float]()
+
+    def noisy(completions: list[Any], **columns: Any) -> list[float]:
+        drawn.append(random.random())
+        return [0.0 for _ in completions]
+
+    def numbers(*, with_evaluation: bool) -> list[float]:
+        drawn.clear()
+        begin_session()
+        random.seed(5)
+        loop = build()
+        loop.trainer.reward_funcs[0] = loop._reward_calls.wrap_reward(keep_apart(noisy, Path("r.py")))
+        steps = iter((1, 2))
+
+        def stop() -> bool:
+            if (step := next(steps)) == 1 and with_evaluation:
+                before = len(drawn)
+                loop.score(ROWS[:8], greedy=True, seed=3)
+                assert len(drawn) > before
+                del drawn[before:]
+            return step == 2
+
+        loop.train(stop)
+        return list(drawn)
+
+    assert numbers(with_evaluation=True) == numbers(with_evaluation=False)
 
 
 def test_the_weights_are_the_committed_ones_not_the_live_ones() -> None:

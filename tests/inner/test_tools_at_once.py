@@ -187,3 +187,52 @@ def test_a_tools_own_timeout_is_its_error() -> None:
     _, (tools,) = together([{"late": late}], [asks(("late", {}))], limit=20)
     with pytest.raises(TimeoutError, match="the server is slow"):
         tools["late"]()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("kind", ["sync", "later"])
+def test_the_tools_of_a_rollout_whose_reset_hangs_fail_at_once(
+    loop: asyncio.AbstractEventLoop, workers: int, kind: str
+) -> None:
+    called = list[int]()
+
+    def now() -> None:
+        called.append(1)
+
+    async def later() -> None:
+        called.append(1)
+
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{"sync": now}], _async_tool_dicts=[{"later": later}], environments=None,
+        tool_workers=workers, tool_limit_s=None, async_loop=loop, hung={0},
+    )  # fmt: skip
+    tools_at_once.prepare_tools(trainer, [[asks((kind, {}))]])
+    with pytest.raises(TimeoutError, match="an earlier call of this rollout still hangs"):
+        if kind == "sync":
+            trainer._sync_tool_dicts[0]["sync"]()
+        else:
+            asyncio.run_coroutine_threadsafe(trainer._async_tool_dicts[0]["later"](), loop).result(PATIENCE_S)
+    assert not called
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_the_limit_counts_in_the_loops_own_thread_too(workers: int) -> None:
+    """An environment in order had none; with one worker, calls moved into other threads."""
+    threads = list[Any]()
+
+    def waits() -> None:
+        threads.append(threading.current_thread())
+        threading.Event().wait()
+
+    class InOrder:
+        _in_order = True
+
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{"waits": waits}], _async_tool_dicts=[{}], environments=[InOrder()] if workers > 1 else None,
+        tool_workers=workers, tool_limit_s=0.05, async_loop=None, hung=frozenset[int](),
+    )  # fmt: skip
+    tools_at_once.prepare_tools(trainer, [[asks(("waits", {}))]])
+    for words in ("no answer within 0.05 s", "an earlier call of this rollout still hangs"):
+        with pytest.raises(TimeoutError, match=words):
+            trainer._sync_tool_dicts[0]["waits"]()
+    assert threads == [threading.current_thread()]
