@@ -153,7 +153,7 @@ def encode_pair(
     (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
     for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not ids:
-            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
+            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template. {SKIP}")
     longest = len(prompt) + max(len(chosen), len(rejected))
     if limit is not None and longest > limit:
         raise InnerError(f"pair {pair['state_id']} has {longest} tokens, and the model {limit} positions. {SKIP}")

@@ -62,7 +62,7 @@ def as_literal(value: Any) -> str:
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise InnerError(f"its rows hold values that text cannot hold: {text[:80]}. Choose another dataset.") from error
+        raise InnerError(f"its rows have values that are no literals: {text[:80]}. Choose another dataset.") from error
     return text
 
 

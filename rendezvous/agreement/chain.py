@@ -65,7 +65,7 @@ class Chain:
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
-                f"commit {t} does not follow commit {t - 1}: it names {commit.prev} before it, and {before} was read. "
+                f"commit {t} does not follow commit {t - 1} ({before}): it names step {commit.t} and {commit.prev}. "
                 "Two runs share this URL, or the bucket was edited; an earlier step can still be exported"
             )
         known = self._commits.get(t - 1)

@@ -86,7 +86,7 @@ class VerifiedStore:
         record = verify_record(body, self._key, self._run, key)
         if record is not None:
             return record
-        first = layout.control_key(0)  # without the first record one replica would be a quorum
+        first = layout.control_key(0)  # never passed over: without it one replica would be a quorum
         if kind in _PASSED_OVER and key != first:
             if key not in self._reported:
                 self._reported.add(key)
