@@ -172,7 +172,7 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
     if missing := [column for column in columns if column not in row]:
         raise InnerError(
             f"{name}, {where} has no column {missing[0]!r}, which inner.data.columns renames. It has "
-            f"{', '.join(map(repr, row)) or 'none'}."
+            f"{', '.join(map(repr, row)) or 'none'}. Correct the name in that table."
         )
     renamed = {columns.get(column, column): value for column, value in row.items()}
     if len(renamed) < len(row):

@@ -189,8 +189,8 @@ class ProcessSettings(Table):
     def check(self) -> None:
         if (self.function is None) == (self.head is None):
             raise InnerError(
-                "[inner.process] needs either inner.process.function or inner.process.head; found "
-                f'{self.function!r} and {self.head!r}. Set function = "process.py:score", or leave the table out.'
+                f"[inner.process] needs one of the two, function or head; found {self.function!r} and "
+                f'{self.head!r}. Set inner.process.function = "process.py:score", or leave the table out.'
             )
 
 

@@ -1,5 +1,5 @@
-"""Find contradictions between optional settings, which a plain run does not use: loop = "supervised", rewards, sdpo,
-process, vllm, boxes.
+"""Find contradictions between optional settings, which a plain run does not use: loop = "supervised", rewards, dropout,
+sdpo, process, vllm, boxes.
 
 Not promised: contradictions inside one table, except [inner.rewards]; the table's class finds them.  No torch here.
 """

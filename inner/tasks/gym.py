@@ -88,7 +88,7 @@ def _open_dataset(spec: TaskSpec) -> Any:
     try:
         return reasoning_gym.create_dataset(spec.name, seed=SPREAD * spec.seed, size=spec.size, **options)
     except Exception as error:
-        raise InnerError(f"{spec.name} refuses these options: {_words(error)}. They are {options}.") from error
+        raise InnerError(f"{spec.name} refuses these options: {_words(error)}. Correct them: {options}.") from error
 
 
 def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
 def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
     found = _table(told, name, folder).get("timeout_sec", 600)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e9:
-        raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} must be above 0 and below 1e9 seconds.")
+        raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} must be a number between 0 and 1e9.")
     return float(found)
 
 

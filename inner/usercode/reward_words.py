@@ -22,7 +22,7 @@ FOLDERS: list[str] = []  # folders of the originals and of the user's shell, whe
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
     """Return the log's line about failed batches.   batches: number of failed batches since the last line."""
     before = f"; {batches} batches with failures since the last report" if batches > 1 else ""
-    lost = f"{len(scored.failed)} of {len(scored.values)} completions got no reward of their own"
+    lost = f"{len(scored.failed)} of {len(scored.values)} completions are without a reward of their own"
     lost += f", {len(scored.blamed)} of them because they break it" if scored.blamed else ""
     return f"{name}: {scored.why} ({lost} after {scored.tries} of {tries} tries){before}"
 

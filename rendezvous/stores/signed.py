@@ -1,7 +1,7 @@
-"""Sealed records, which only holders of the run key can write.  The key is only in the environment: DILOCO_RUN_KEY.
+r"""Sealed records, which only holders of the run key can write.  The key is only in the environment: DILOCO_RUN_KEY.
 
-    replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
-    replica ◀── record ── SealedStore ◀── record + tag ── bucket
+    replica ── record ──▶ SignedStore ── record + tag ──▶ bucket
+    replica ◀── record ── SignedStore ◀── record + tag ── bucket
                  └─ a tag that is wrong:
                      claim, offer, leave, control, beat, log, weights, rollouts, verdict, reward ─▶ VOID: ignored
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends

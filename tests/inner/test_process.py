@@ -449,8 +449,8 @@ def test_in_a_run_the_head_reads_the_tokens_it_was_trained_on_and_the_start_mode
 @pytest.mark.parametrize(
     "table, said",
     [
-        ({}, "needs either .* found None and None"),
-        ({"function": "p.py:f", "head": "h.safetensors"}, "needs either"),
+        ({}, "needs one of the two, function or head; found None and None"),
+        ({"function": "p.py:f", "head": "h.safetensors"}, "found 'p.py:f' and 'h.saf"),
         ({"function": "p.py:f", "credit": "all"}, "inner.process.credit"),
         ({"function": "p.py:f", "weight": 0.0}, "inner.process.weight"),
     ],

@@ -414,7 +414,7 @@ def test_an_exception_is_tried_again_and_said_in_the_note_while_it_lasts() -> No
     assert listener.notes[-1] == "" and listener.pauses == [1.0], (
         "the second failure was of one group, others came back"
     )
-    assert "0 of 16 completions got no reward" in listener.events[0][1]
+    assert "0 of 16 completions are without a reward" in listener.events[0][1]
 
 
 def test_columns_and_environments_are_cut_with_the_completions() -> None:

@@ -192,9 +192,9 @@ def test_a_log_prob_that_is_no_number_is_refused(queue: Any) -> None:
     [
         ({"alpha_spdo": 0.1}, "algorithm.alpha_spdo is not a setting of this trainer; it has alpha_sdpo"),
         ({"beta_dpo": 0.1}, "algorithm.beta_dpo is not a setting"),
-        ({"alpha_sdpo": -0.1}, "must be a number, 0 or more"),
-        ({"beta_replay": float("nan")}, "must be a number, 0 or more"),
-        ({"alpha_sdpo": "big"}, "must be a number, 0 or more"),
+        ({"alpha_sdpo": -0.1}, "must be a finite number, 0 or more"),
+        ({"beta_replay": float("nan")}, "must be a finite number, 0 or more"),
+        ({"alpha_sdpo": "big"}, "must be a finite number, 0 or more"),
         ({"alpha_sdpo": 0.1, "rollout_correction": {"bypass_mode": True}}, "would be noise. Set bypass_mode=false"),
         ({"adv_estimator": "grpo_composer"}, "Set algorithm.adv_estimator=grpo"),
     ],

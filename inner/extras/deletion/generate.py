@@ -183,7 +183,7 @@ def _all_tasks(asked: Any) -> Iterator[DeletionTask]:
 def _repository_tasks(asked: Any) -> Iterator[DeletionTask]:
     own = sorted(asked.repo.glob(".venv/lib/python3*/site-packages"))
     packages = asked.packages or (own[0] if own else Path(sysconfig.get_path("purelib")))
-    print(f"{asked.repo.name}: the test suite runs twice in a tracer, each time several times as long", flush=True)
+    print(f"{asked.repo.name}: the test suite runs twice in a tracer, which takes several times as long", flush=True)
     repository = read_repository(asked.repo, asked.tests, packages)
     print(f"{repository.name}: {len(repository.tests)} tests can be hidden", flush=True)
     made = make_repository_tasks(repository, docstrings=asked.docstrings, seed=asked.seed)

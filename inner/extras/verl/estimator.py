@@ -100,7 +100,7 @@ def grpo_composer(
     )
     alpha = float(settings.get("alpha_sdpo", 0.0))
     if not 0 <= alpha < math.inf:
-        raise ValueError(f"algorithm.alpha_sdpo = {alpha}: the weight of the distillation must be 0 or more")
+        raise ValueError(f"algorithm.alpha_sdpo = {alpha}: the weight of the distillation must be finite, 0 or more")
     if not alpha:
         return advantages, returns
     pull = _pull_of(_fields_of(response_mask, token_level_rewards, index, batch), response_mask)

@@ -88,7 +88,7 @@ def weights_in(algorithm: Mapping[str, Any]) -> tuple[float, float]:
         )
     for key, value in found.items():
         if not isinstance(value, int | float) or not isfinite(value) or value < 0:
-            raise ValueError(f"algorithm.{key} = {value!r}: the weight of a term must be a number, 0 or more")
+            raise ValueError(f"algorithm.{key} = {value!r}: the weight of a term must be a finite number, 0 or more")
     return float(found.get(WEIGHTS[0], 0.0)), float(found.get(WEIGHTS[1], 0.0))
 
 
