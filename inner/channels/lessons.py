@@ -72,10 +72,10 @@ def aligned_lesson(
     turn = rollout.ids[start:end]
     if not 0 <= start < end or len(turn) != end - start or teacher_ids[start - end :] != turn:
         raise RuntimeError(
-            f"a lesson is not aligned: the turn is tokens {start} to {end - 1} of a completion with "
-            f"{len(rollout.ids)} tokens, {turn[:8]} …, and the teacher's row ends with "
-            f"{teacher_ids[start - end :][:8]} …. This is a defect of this package or an unsupported TRL (use trl "
-            "1.16); alpha_sdpo = 0 trains without the channel. Please report it with the chat template."
+            f"the teacher's row does not end with the student's turn. The turn is tokens {start} to {end - 1} of a "
+            f"completion with {len(rollout.ids)} tokens: {turn[:8]} …; the row ends with "
+            f"{teacher_ids[start - end :][:8]} …. The cause is a defect of this package or an unsupported TRL. Use trl "
+            "1.16, or alpha_sdpo = 0, which trains without the channel. Please report it with the chat template."
         )
     return Lesson(start, end, teacher_ids, written)
 

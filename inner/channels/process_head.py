@@ -80,8 +80,8 @@ def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> 
     loss_type: TRL's.   student: the start model.   Raises InnerError for a loss that cannot use turn scores."""
     if loss_type in WHOLE_SEQUENCE_LOSSES:
         raise InnerError(
-            f"the loss {loss_type!r} has one advantage for a whole rollout by its formula, and a process reward gives "
-            "each turn its own. Use another objective, or leave `process` out."
+            "a process reward gives each turn an advantage of its own, and the formula of the loss "
+            f"{loss_type!r} has one advantage per rollout. Use another objective, or leave `process` out."
         )
     if not isinstance(process.score, ProcessHead):
         return process
@@ -146,7 +146,7 @@ def middle_states(model: Any, ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
     """Return the hidden states after half of the layers, (B, T, D).   Raises InnerError without a list of layers."""
     lists = [m for m in causal_lm(model).base_model.modules() if isinstance(m, nn.ModuleList)]
     if not lists:
-        raise InnerError(f"{type(causal_lm(model)).__name__} has no list of layers, so it has no middle for a head.")
+        raise InnerError(f"{type(causal_lm(model)).__name__} has no list of layers for a head. Use another model.")
     layers = max(lists, key=len)
     caught: list[Tensor] = []
 

@@ -14,7 +14,7 @@ turns. The tokenizer would read them as turn marks, and the student would learn 
 
 Templates differ in the messages that they accept: DeepSeek-V3's joins texts with "+" (None as a tool's result is a
 TypeError), Gemma's refuses system and tool messages, Cohere's strips a content that may be missing. If the template
-cannot write a pair, an error names the pair; with replay_skip_unfit, all replicas leave it out.
+cannot write a pair, an error names the pair; with inner.replay.skip_unfit, all replicas leave it out.
 
 Not promised: that an accepted pair looks like this model's own training data; that long pairs fit in memory (a batch is
 as wide as its longest pair).
@@ -153,7 +153,7 @@ def encode_pair(
     (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
     for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not ids:
-            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template.")
+            raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template. {SKIP}")
     longest = len(prompt) + max(len(chosen), len(rejected))
     if limit is not None and longest > limit:
         raise InnerError(f"pair {pair['state_id']} has {longest} tokens, and the model {limit} positions. {SKIP}")

@@ -104,6 +104,6 @@ def _refuse_vocabulary(student: nn.Module, teacher: nn.Module) -> None:
     theirs = vocabulary_size(teacher)
     if mine != theirs:
         raise InnerError(
-            f"the student has {mine} tokens and the teacher {theirs}: their distributions cannot be compared. Use a "
-            "teacher with the student's tokenizer, or its answers as preference pairs (inner.replay.pairs)."
+            f"the student's vocabulary has {mine} tokens and the teacher's {theirs}, so their distributions cannot be "
+            "compared. Use a teacher with the student's tokenizer, or its answers as pairs (inner.replay.pairs)."
         )

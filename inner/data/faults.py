@@ -23,7 +23,7 @@ BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
     (rb"\x28\xb5\x2f\xfd", "is compressed by zstd. Next: `unzstd {0} -o {1}`, and name that file"),
     (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", "is compressed by bzip2. Next: `bunzip2 -c {0} > {1}`, and name that file"),
     (rb"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
-    (rb"(?i)<(!doctype|html)\b", "is a web page. Download the file itself (on the Hub: the link `resolve`, no `blob`)"),
+    (rb"(?i)<(!doctype|html)\b", "is a web page. Download the file itself (Hub links: `resolve` in place of `blob`)"),
 )
 HALF = re.compile("[\ud800-\udfff]")  # half of a character beyond U+FFFF: no UTF-8 has it, and no tokenizer reads it
 

@@ -106,7 +106,7 @@ def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
     except GatedRepoError:
         raise InnerError(gated_text(kind, name, setting)) from None
     except RevisionNotFoundError:
-        raise InnerError(f"{setting}: the Hub has no such revision of it. Correct {revision!r}.") from None
+        raise InnerError(f"{setting}: the Hub has no revision {revision!r} of it. Correct that name.") from None
     except RepositoryNotFoundError:
         raise InnerError(
             f"{setting}: the Hub knows no such {kind} (or it is private, and no token here may read it). Correct the "

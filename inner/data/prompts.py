@@ -163,7 +163,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         batches = ParquetFile(path).iter_batches()
         yield from _numbered(row for batch in batches for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
-        raise InnerError(f"{name} is not a Parquet file: {str(error).splitlines()[0]}") from error
+        raise InnerError(f"{name} is not a Parquet file, so save it again: {str(error).splitlines()[0]}") from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:
@@ -185,13 +185,13 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
     if missing := [column for column in columns if column not in row]:
         raise InnerError(
             f"{name}, {where} has no column {missing[0]!r}, which inner.data.columns renames. It has "
-            f"{', '.join(map(repr, row)) or 'none'}."
+            f"{', '.join(map(repr, row)) or 'none'}. Correct the name in that table."
         )
     renamed = {columns.get(column, column): value for column, value in row.items()}
     if len(renamed) < len(row):
         raise InnerError(
-            f"{name}, {where}: inner.data.columns = {dict(columns)} gives two columns one name; the file has "
-            f"{', '.join(map(repr, row))}."
+            f"{name}, {where}: inner.data.columns = {dict(columns)} gives two columns one name. Give each its own; "
+            f"the file has {', '.join(map(repr, row))}."
         )
     return renamed
 

@@ -84,7 +84,7 @@ def loss_fn(
     if beta_dpo:
         warnings.warn(
             f"beta_dpo = {beta_dpo:g} does nothing in PRIME-RL: its loss sees one sample, and a preference has two. "
-            "Pairs are learned by this project's own trainer (docs/replay.md)",
+            "Set beta_dpo = 0. This project's own trainer learns from pairs (docs/replay.md)",
             stacklevel=2,
         )
     log_ratio = inputs.trainer_logprobs - inputs.inference_logprobs
@@ -158,10 +158,10 @@ def _check(inputs: LossInputs, settings: dict[str, float]) -> None:
     for name, tensor in given.items():
         if tensor is not None and (tensor.shape != length or tensor.dim() != 1):
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, trainer_logprobs {tuple(length)}: this loss takes one "
-                "sample, (T,) each, as PRIME-RL hands it over; a batch (B, T) would be reduced wrongly"
+                f"{name} has shape {tuple(tensor.shape)}, and trainer_logprobs {tuple(length)}. Pass one sample, with "
+                "all tensors of shape (T,), as PRIME-RL does: this loss would reduce a batch (B, T) wrongly"
             )
     if inputs.loss_mask.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, not torch.bool: numbers do not work as a mask")
+        raise ValueError(f"loss_mask is {inputs.loss_mask.dtype}, and must be torch.bool. Pass loss_mask.bool()")
     if wrong := [f"{name} = {value}" for name, value in settings.items() if not value >= 0]:
         raise ValueError(f"{', '.join(wrong)}: must be at least 0, as in PRIME-RL's own config")

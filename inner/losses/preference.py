@@ -71,7 +71,7 @@ def dpo_loss(
     _same_shape(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     _refuse_negative(beta=beta, label_smoothing=label_smoothing, nll_weight=nll_weight, dpop_lambda=dpop_lambda)
     if not label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing = {label_smoothing}: from 0.5 on the rejected response would be preferred.")
+        raise ValueError(f"label_smoothing = {label_smoothing} would prefer the rejected response. Set it below 0.5.")
     if not policy_chosen.numel():
         return (policy_chosen.sum() + policy_rejected.sum()) * 0.0
     z = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected)
@@ -123,4 +123,4 @@ def _refuse_negative(**weights: float) -> None:
 def _same_shape(*logps: Tensor) -> None:
     shapes = {tuple(x.shape) for x in logps}
     if len(shapes) > 1:
-        raise ValueError(f"log-probs of different shapes {sorted(shapes)}: one number per pair everywhere.")
+        raise ValueError(f"the log-probs have the shapes {sorted(shapes)}. Pass one number per pair in each.")

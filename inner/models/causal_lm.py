@@ -58,7 +58,7 @@ def number_positions(model: Any) -> None:
         return
     if "position_ids" not in inspect.signature(backbone.forward).parameters:
         raise InnerError(
-            f"inner.model is a {type(causal_lm(model)).__name__}, whose positions are absolute and cannot be passed. "
+            f"inner.model is a {type(causal_lm(model)).__name__}, with absolute positions and no position_ids. "
             "Prompts of different lengths are padded on the left, so it would be trained on shifted positions. "
             "Take a model with rotary positions, or one that takes position_ids."
         )

@@ -17,8 +17,8 @@ OTHER_CLASS = re.compile(r"For(?=[A-Z])(?!\w*(LM|Generation|PreTraining))|Reward
 OTHER_WEIGHTS = ("score", "classifier", "qa_outputs", "reward_head")  # what a weight's name begins with
 LANGUAGE = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.")  # in the names of a language head's weights
 DRAWN = (
-    "the language head of {} is in no file (it is a base model), so it begins at random, and so do its answers. If "
-    "that is not intended, set inner.model to a checkpoint with its head (…ForCausalLM)"
+    "no file has the language head of {} (it is a base model), so the head begins with random values, and the first "
+    "answers are random. If that is not intended, set inner.model to a checkpoint with its head (…ForCausalLM)"
 )
 
 

@@ -74,7 +74,7 @@ def folder_or_refusal(config: InnerConfig) -> Path | None:
 def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
     kinds = ", ".join(header.quantised)
     rounding = f"from {kinds}; training begins at these rounded weights" if kinds else "without loss"
-    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}); the run carries it so"
+    return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}); the run carries these weights"
 
 
 def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:

@@ -44,7 +44,8 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         try:
             adapted: Any = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise InnerError(f"[inner.lora] does not fit this model: {str(error).splitlines()[0]}") from error
+            first = str(error).splitlines()[0]
+            raise InnerError(f"[inner.lora] does not fit this model: {first}. Correct that table.") from error
     adapted.peft_config["default"].base_model_name_or_path = base_name
     adapted.peft_config["default"].revision = commit
     return _freeze(adapted, settings)

@@ -436,8 +436,8 @@ def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
             worst_cost_nano(teacher, body)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InnerError(
-                f"state {state['state_id']!r} makes no request ({error!r:.120}). Look at its messages and tools: they "
-                "do not have the form of chat completions."
+                f"state {state['state_id']!r} cannot be written as a request ({error!r:.120}). Give its messages and "
+                "tools the form of chat completions."
             ) from error
 
 

@@ -199,7 +199,10 @@ def load_recipe(recipe: str | Path) -> Process:
     try:
         process = yaml.safe_load(path.read_text(encoding="utf-8"))["process"]
     except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise InnerError(f"recipe {path} has no `process` list of data-juicer operators ({error!r}).") from error
+        raise InnerError(
+            f"recipe {path} has no `process` list of data-juicer operators ({error!r}). Write `process:`, and below it "
+            "one `- operator: {arguments}` per line."
+        ) from error
     good = isinstance(process, list) and process and all(isinstance(op, dict) and len(op) == 1 for op in process)
     if not good:
         raise InnerError(f"recipe {path}: `process` is {process!r:.80}. Put one `- operator: {{arguments}}` per line.")
@@ -214,7 +217,7 @@ def passes_of(process: Process, recipe: str = "recipe") -> list[tuple[str, Proce
         keys = ("chosen",) if name.endswith("_deduplicator") else ("chosen", "rejected")
         for key in [(given or {})["text_key"]] if "text_key" in (given or {}) else keys:
             if key not in TEXTS:
-                raise InnerError(f"{recipe}: {name} has text_key {key!r}; a pair has the texts {', '.join(TEXTS)}.")
+                raise InnerError(f"{recipe}: {name} has text_key {key!r}. Use one of: {', '.join(TEXTS)}.")
             passes.setdefault(key, []).append(op)
     return [(key, passes[key]) for key in TEXTS if key in passes]
 

@@ -191,7 +191,7 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 def checked_pair(row: Any) -> DPOPair:
     """Return the row if it is a usable pair; else raise ValueError, which names the fault."""
     if not isinstance(row, dict):
-        raise ValueError(f"a pair is an object, this is a {type(row).__name__}")
+        raise ValueError(f"a pair must be an object, this is a {type(row).__name__}")
     checked_messages(row.get("state_messages"))
     for key in ("state_id", "chosen", "rejected"):
         if not isinstance(row.get(key), str) or not row[key].strip():
@@ -249,7 +249,7 @@ def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str,
     if weights is not None:
         unknown = sorted(teachers - set(weights))
         if unknown:
-            raise InnerError(f"teacher_weights has no weight for {unknown[0]!r}: it has {', '.join(weights)}.")
+            raise InnerError(f"teacher_weights has no weight for {unknown[0]!r}. Add it to {', '.join(weights)}.")
         bad = [f"{t} = {w}" for t, w in weights.items() if not (isfinite(w) and w >= 0)]
         if bad:
             raise InnerError(f"teacher_weights: {bad[0]} is not a weight; give 0 or more.")

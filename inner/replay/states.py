@@ -69,7 +69,7 @@ def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 def checked_state(row: Any) -> TraceState:
     """Return the row if it is a state; else raise ValueError, which names the fault."""
     if not isinstance(row, dict):
-        raise ValueError(f"a state is an object, this is a {type(row).__name__}")
+        raise ValueError(f"a state must be an object, this is a {type(row).__name__}")
     for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
         if not isinstance(row.get(key), kind):
             raise ValueError(f"{key} is {row.get(key)!r:.60}, not a {kind.__name__}")

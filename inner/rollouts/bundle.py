@@ -63,12 +63,12 @@ class RandomStates:
         try:
             words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
             if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its state
-                raise ValueError(f"numpy's position is {position}")
+                raise ValueError(f"numpy's position is {position}, not 0 to {len(words)}")
             if words.dtype != torch.int64 or not 0 <= int(words.min()) <= int(words.max()) < 2**32:
-                raise ValueError(f"numpy's words are {words.dtype}, or not of 32 bits")
+                raise ValueError(f"numpy's words are {words.dtype}, not int64 with values of 32 bits")
             _, gauss = self.numbers["python"]
             if not (gauss is None or isinstance(gauss, float)):
-                raise ValueError(f"python's next normal number is {gauss!r}")
+                raise ValueError(f"python's next normal number is {gauss!r}, not a float or None")
             torch.Generator().set_state(self.tensors["torch"])
             np.random.RandomState().set_state(self._numpy)
             random.Random().setstate(self._python)
@@ -176,7 +176,7 @@ def _read(body: bytes) -> Bundle:
     if not count == len(said["completions"]) == len(lengths) == len(tensors["prompt_lengths"]) == len(rewards):
         raise ValueError("its parts have different numbers of rollouts")
     if rewards.dtype != torch.float32 or tuple(rewards.shape) != (count, len(names)):
-        raise ValueError(f"its rewards are {rewards.dtype} {tuple(rewards.shape)}")
+        raise ValueError(f"its rewards are {rewards.dtype} {tuple(rewards.shape)}, not float32 {(count, len(names))}")
     parts = {name: _cut(name, tensors[name], lengths) for name in ("ids", "mask", "logprobs") if name in tensors}
     states = {name: tensors[name] for name in ("torch", "numpy", "python", "cuda") if name in tensors}
     calls, failures = said["calls"]
@@ -209,14 +209,14 @@ def _fault(bundle: Bundle) -> str:
     if beyond:
         return f"it has a reward of {beyond[0]}; the largest is {LARGEST:g}"
     if not _are(bundle.names, str) or not _are(bundle.weights, int, float) or len(bundle.weights) != len(bundle.names):
-        return "its rewards have no names, or not a weight each"
+        return "its rewards do not have one name and one weight each"
     if not all(map(isfinite, bundle.weights)) or not all(0 <= calls < 2**53 for calls in bundle.calls):
-        return f"its rewards have the weights {bundle.weights}, and its tools were called {bundle.calls} times"
+        return f"its weights {bundle.weights} or its counts of tool calls {bundle.calls} are out of range"
     if not isinstance(bundle.completions, list) or not all(map(_answers, bundle.completions, bundle.prompts)):
-        return "its completions are neither texts nor messages, or another of the two than their prompts"
+        return "its completions do not fit their prompts: a text needs texts, and messages need valid messages"
     named = bundle.environments
     if named is not None and not (_are(named, str, type(None)) and len(named) == len(bundle.ids)):
-        return "its environments are not a name for each rollout"
+        return "its environments are not one name, or None, per rollout"
     return ""
 
 
@@ -252,9 +252,9 @@ def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
 def _cut(name: str, flat: Tensor, lengths: Tensor) -> list[list[Any]]:
     """Return the values of a tensor by rollout.   Log-probs must be floats, all other values and lengths integers."""
     if flat.is_complex() or flat.is_floating_point() != (name == "logprobs") or lengths.is_floating_point():
-        raise ValueError(f"{name} are {flat.dtype}, and their lengths {lengths.dtype}")
+        raise ValueError(f"its {name} are {flat.dtype}, and their lengths {lengths.dtype}; only logprobs are floats")
     sizes = [int(n) for n in lengths]
     if flat.ndim != 1 or min(sizes, default=1) < 1 or sum(sizes) != len(flat):
-        raise ValueError(f"{len(flat)} tokens are not {len(sizes)} rollouts of their lengths")
+        raise ValueError(f"its {name}: {len(flat)} values do not fit the lengths of {len(sizes)} rollouts")
     values = flat.tolist()
     return [values[a:b] for a, b in pairwise([0, *accumulate(sizes)])]

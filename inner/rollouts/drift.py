@@ -28,7 +28,7 @@ def why_uncorrected(trainer: Any, bundle: "Bundle") -> str:
     told = [x for row in bundle.logprobs or [] for x in row]
     missing = sum(x != x for x in told) if trainer.use_vllm else 0
     if not all(-1e9 < x < 1e-3 or (x != x and trainer.use_vllm) for x in told):
-        return "it has log-probs that are no numbers or above 0"
+        return "it has log-probs that are not numbers, or above 0"
     if missing > MISSING * len(told):
         return f"it has no log-probs for {missing} of {len(told)} tokens"
     return ""

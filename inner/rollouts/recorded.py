@@ -198,7 +198,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
     if why := drift.why_uncorrected(trainer, bundle):
         return why
     off = drift.drift_of(trainer, bundle)
-    return "" if off <= drift.FARTHEST else TooFar(f"{off:.2f} nats per token from the present weights")
+    return "" if off <= drift.FARTHEST else TooFar(f"it is {off:.2f} nats per token from the present weights")
 
 
 def has_dropout(trainer: Any) -> bool:

@@ -33,7 +33,7 @@ except ImportError:  # another version: use its own parsing
 
 CACHED = 4096  # most cache entries, because the number of different tool results is unlimited
 
-Turn = Callable[[bool], AbstractContextManager[None]]  # of an environment (True) or the model: usercode/apart.py
+Turn = Callable[[bool], AbstractContextManager[None]]  # enters the environment's state (True) or the model's (apart.py)
 # (prompts, completions, rewards, each rollout's environment name)
 OnRollouts = Callable[[Sequence[Any], Sequence[Any], Sequence[float], Sequence[str | None] | None], None]
 

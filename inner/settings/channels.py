@@ -189,7 +189,7 @@ class ProcessSettings(Table):
     def check(self) -> None:
         if (self.function is None) == (self.head is None):
             raise InnerError(
-                f"[inner.process] needs one of inner.process.function = {self.function!r} and inner.process.head = "
+                f"[inner.process] needs one of the two, function or head; found {self.function!r} and "
                 f'{self.head!r}. Set inner.process.function = "process.py:score", or leave the table out.'
             )
 

@@ -1,5 +1,5 @@
-"""Find contradictions between optional settings, which a plain run does not use: loop = "supervised", rewards, sdpo,
-process, vllm, boxes.
+"""Find contradictions between optional settings, which a plain run does not use: loop = "supervised", rewards, dropout,
+sdpo, process, vllm, boxes.
 
 Not promised: contradictions inside one table, except [inner.rewards]; the table's class finds them.  No torch here.
 """
@@ -35,10 +35,7 @@ def _check_weights(config: "InnerConfig") -> None:
     """Refuse rewards that all have the weight 0, unless the reward is that of an environment or of a box's task."""
     functions, sampling = config.rewards.functions, config.sampling
     if functions and not (any(functions.values()) or sampling.environment or sampling.boxes):
-        raise InnerError(
-            "[inner.rewards.functions] gives every reward the weight 0, so there is nothing to learn. Give one of "
-            "them a weight."
-        )
+        raise InnerError("[inner.rewards.functions] gives every reward the weight 0. Give at least one another weight.")
 
 
 def _check_dropout(config: "InnerConfig") -> None:
@@ -46,16 +43,17 @@ def _check_dropout(config: "InnerConfig") -> None:
     dropout, disabled = config.lora.dropout if config.lora else 0.0, config.trl.get("disable_dropout")
     if dropout and disabled:
         raise InnerError(
-            f"inner.trl.disable_dropout = true takes inner.lora.dropout = {dropout} away again. Leave out one of them."
+            f"inner.trl.disable_dropout = true switches inner.lora.dropout = {dropout} off. Leave out one of them."
         )
     served, corrects = config.generation_steps, config.vllm is not None and config.vllm.corrects
     if (dropout or disabled is False) and (config.gradient_accumulation_steps % served or corrects):
         name = f"inner.lora.dropout = {dropout}" if dropout else "inner.trl.disable_dropout = false"
         why = "[inner.vllm] corrects its rollouts" if corrects else f"a generation serves {served} micro-batches"
+        mend = "let a generation serve one inner step (inner.grpo.steps_per_generation, num_iterations)"
+        mend = 'set inner.vllm.importance_mode = "off"' if corrects else mend
         raise InnerError(
-            f"{name}: {why}, so the loss takes the ratio of two policies, one with dropout and one, which sampled, "
-            "without. Dropout alone would put most ratios outside of the clip range. Leave it out, or let a generation "
-            "serve one inner step (inner.grpo.steps_per_generation, num_iterations)."
+            f"{name}: {why}, so the loss compares the policy with dropout to the one that sampled, without dropout. "
+            f"Dropout alone would put most ratios outside of the clip range. Leave it out, or {mend}."
         )
 
 
@@ -103,8 +101,8 @@ def _check_vllm(config: "InnerConfig") -> None:
         )
     if loss == "vespo" and mode.startswith("sequence"):
         raise InnerError(
-            f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes weights of '
-            'tokens alone. Set inner.vllm.importance_mode = "token_truncate".'
+            f'inner.vllm.importance_mode = "{mode}": the loss "vespo" weighs sequences itself and takes only '
+            'weights of tokens. Set inner.vllm.importance_mode = "token_truncate".'
         )
 
 
@@ -131,7 +129,7 @@ def _check_sdpo(config: "InnerConfig") -> None:
     iterations = config.sampling.max_tool_calling_iterations
     if config.sdpo.context == "hint" and (not has_tools or iterations == 0):
         raise InnerError(
-            f"inner.sdpo.weight = {config.sdpo.weight} learns at tool errors, and this run can never report one "
+            f"inner.sdpo.weight = {config.sdpo.weight} learns from tool errors, and this run can never report one "
             f"(inner.sampling.environment = {config.sampling.environment}, max_tool_calling_iterations = "
             f'{iterations}). Set inner.sampling.environment, inner.sdpo.context = "rollout", or inner.sdpo.weight '
             "= 0."
@@ -150,8 +148,8 @@ def _check_boxes(config: "InnerConfig") -> None:
         raise InnerError(f'inner.data.task = {task!r} runs in boxes. Set, e.g., inner.sampling.boxes = "local".')
     if boxes is not None and config.sampling.environment is None and not (is_harbor or config.data.prompts):
         raise InnerError(
-            f'inner.sampling.boxes = {boxes!r} has no Harbor tasks. Set inner.data.task = "harbor:FOLDER", or leave '
-            "it out."
+            f'inner.sampling.boxes = {boxes!r} has no Harbor tasks to run. Set inner.data.task = "harbor:FOLDER", or '
+            "leave inner.sampling.boxes out."
         )
 
 
@@ -181,7 +179,7 @@ def _check_line(functions: Mapping[str, Any], spelling: str, name_of: Callable[[
         raise InnerError(f'{name} has no weight. Write "file.py:function" = 1.0, or another finite number.')
     if not spelling.startswith("hub:") and not all(spelling.rpartition(":")):
         raise InnerError(f'{name} names no function. Write "file.py:function" = {weight}.')
-    same = [other for other in functions if name_of(other) == name_of(spelling)]  # it refuses names of no model
+    same = [other for other in functions if name_of(other) == name_of(spelling)]  # name_of refuses a wrong hub: name
     if len(same) > 1:
         raise InnerError(
             f"inner.rewards.functions: {' and '.join(map(repr, same))} have the same name, under which each is "

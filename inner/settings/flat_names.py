@@ -70,7 +70,7 @@ FLAT_NAMES: dict[str, str] = {
 # a removed setting -> its replacement, and a note on it; no keyword has the old name any more
 GONE = {"lr_warmup_steps": "schedule.lr_warmup which counts outer steps"}
 # dotted name of a setting that became a table -> that table, and a note on it
-NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which is the switch by itself"}
+NOW_TABLES = {"inner.sampling.vllm": "[inner.vllm] which turns vLLM on"}
 MOVED = {f"inner.{flat}": f"inner.{dotted}" for flat, dotted in (FLAT_NAMES | GONE).items()} | NOW_TABLES
 
 

@@ -282,14 +282,14 @@ class InnerConfig(Table):
     def _check_own_task(self) -> None:
         if self.data.source is None:
             raise InnerError(
-                f'inner.model = "{self.model}" has no prompts. Set inner.data.prompts to a file with a `prompt`, or '
-                "inner.data.task."
+                f'there are no prompts for inner.model = "{self.model}". Set inner.data.prompts to a file with a '
+                "`prompt`, or inner.data.task."
             )
         sampling = self.sampling
         if not (self.rewards.lines or sampling.environment or sampling.boxes or self.scoring_task):
             raise InnerError(
-                f'inner.model = "{self.model}" has no reward. Set inner.rewards.function = "file.py:function", or '
-                "inner.sampling.environment to a class with `get_reward`."
+                f'there is no reward for inner.model = "{self.model}". Set inner.rewards.function = '
+                '"file.py:function", or inner.sampling.environment to a class with `get_reward`.'
             )
 
     def _check_groups(self) -> None:

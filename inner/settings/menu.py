@@ -23,7 +23,7 @@ def _menu_entry(name: str, preset: Objective, here: Mapping[str, Any]) -> str:
     if preset.stale > 1 and run.get("num_iterations", 1) == 1:
         run.setdefault("steps_per_generation", preset.stale * accumulated)
     knobs = inert_knobs(name, run)
-    state = f"inert, the run is exactly on-policy: {', '.join(knobs)}; left: {preset.on_policy}" if knobs else "active"
+    state = f"inert on-policy: {', '.join(knobs)}; what is left: {preset.on_policy}" if knobs else "active"
     if preset.stale > 1 and not knobs and "steps_per_generation" not in here:
         state += f", with its own steps_per_generation = {preset.stale * accumulated}"
     shown = {**preset.fixed, **preset.values}

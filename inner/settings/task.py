@@ -121,7 +121,7 @@ class DataSettings(Table):
             raise InnerError(f'inner.data.columns: {wrong[0]!r} is not a name. Write {{question = "prompt"}}.')
         if self.text is not None and Path(self.text).suffix not in (".txt", ".npy", ".bin"):
             raise InnerError(
-                f"inner.data.text = {self.text!r} is not a .txt, .npy or .bin file, so we cannot tell how to read it. "
+                f"inner.data.text = {self.text!r} does not end with .txt, .npy or .bin, so its form is unknown. "
                 "Convert it, or rename it if it is plain text."
             )
 
@@ -181,7 +181,7 @@ class RewardSettings(Table):
     def check(self) -> None:
         if self.broken not in ("worst", "none") and not (isinstance(self.broken, float) and isfinite(self.broken)):
             raise InnerError(
-                f'inner.rewards.broken = {self.broken!r} is not a worth. Set it to "worst", "none" or a finite number.'
+                f'inner.rewards.broken = {self.broken!r} is not known. Set it to "worst", "none" or a finite number.'
             )
         if self.function is not None or self.functions:
             from inner.settings.contradictions import check_rewards

@@ -186,7 +186,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
                 f"unknown setting inner.trl.{name}; {guess}TRL {TRL_VERSION}'s GRPOConfig has none of that name"
             )
         if name in OWNED:
-            raise InnerError(f"inner.trl.{name} = {value!r}: the run sets this itself. Use {OWNED[name]}.")
+            raise InnerError(f"inner.trl.{name} = {value!r}: the run sets this itself{instead_in_words(OWNED[name])}.")
         if not _is_of_type(value, TRL_FIELDS[name].split(" | ")):
             raise InnerError(
                 f"inner.trl.{name} = {value!r} must be {TRL_FIELDS[name].replace(' | ', ' or ')}, not "
@@ -271,8 +271,8 @@ def _check_reward_weights(config: "InnerConfig") -> None:
     others = config.sampling.environment or config.sampling.boxes  # TRL gives their own reward the weight 1
     if weights is not None and not (numbers_only and (any(weights) or others)):
         raise InnerError(
-            f"inner.trl.reward_weights = {weights} teaches nothing: weights are finite numbers, and at least one of "
-            "them is not 0. Write 1.0 for each, for example."
+            f"inner.trl.reward_weights = {weights} teaches nothing: weights must be finite numbers, and at least one "
+            "must not be 0. Write 1.0 for each, for example."
         )
 
 

@@ -62,7 +62,7 @@ def as_literal(value: Any) -> str:
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise InnerError(f"its rows hold values that text cannot hold: {text[:80]}. Choose another dataset.") from error
+        raise InnerError(f"its rows have values that are no literals: {text[:80]}. Choose another dataset.") from error
     return text
 
 
@@ -88,7 +88,7 @@ def _open_dataset(spec: TaskSpec) -> Any:
     try:
         return reasoning_gym.create_dataset(spec.name, seed=SPREAD * spec.seed, size=spec.size, **options)
     except Exception as error:
-        raise InnerError(f"{spec.name} refuses these options: {_words(error)}. They are {options}.") from error
+        raise InnerError(f"{spec.name} refuses these options: {_words(error)}. Correct them: {options}.") from error
 
 
 def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def load_harbor(text: str) -> HarborTask:
 def local_fault(image: str, paths: Iterable[str]) -> str:
     """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
     if image:
-        return f"a local box has no images, found {image!r}. Use another provider, or leave it out."
+        return f"a local box has no images, and this task has {image!r}. Use another provider, or leave it out."
     for path in paths:
         if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
             return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
@@ -103,7 +103,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         instruction = (folder / "instruction.md").read_text("utf-8")
         named = _table(told, "environment", folder).get("docker_image", "")
         if not isinstance(named, str):
-            raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is no name of an image. Correct it.")
+            raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
         image = image or named
         work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
@@ -124,7 +124,7 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
 def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
     found = _table(told, name, folder).get("timeout_sec", 600)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e9:
-        raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} is no number of seconds. Correct it.")
+        raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} must be a number between 0 and 1e9.")
     return float(found)
 
 

@@ -88,7 +88,7 @@ def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
             "the task options with more room, or set inner.data.task_size lower."
         )
     if not rows:
-        raise InnerError("it has no rows.")
+        raise InnerError("it makes no rows. Change its options, or choose another task.")
     if "entry" in rows[0]:
         _try_scorer(rows[0])
     return MadeRows(rows, left_out)

@@ -38,7 +38,9 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     except InnerError:
         raise
     except Exception as error:
-        raise InnerError(f"taskset {spec.name} cannot be loaded: {_words(error)}.") from error
+        raise InnerError(
+            f"taskset {spec.name} cannot be loaded: {_words(error)}. Correct its options, or choose another taskset."
+        ) from error
 
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:

@@ -161,8 +161,8 @@ def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[T
         teacher_logits = _model_logits(teacher, inputs, "ctx_teacher_")
     if teacher_logits.size(-1) != logits.size(-1):
         raise ValueError(
-            f"the student has {logits.size(-1)} tokens and the teacher {teacher_logits.size(-1)}: their distributions "
-            "cannot be compared. Use a teacher with the student's tokenizer."
+            f"the student's vocabulary has {logits.size(-1)} tokens and the teacher's {teacher_logits.size(-1)}, so "
+            "their distributions cannot be compared. Use a teacher with the student's tokenizer."
         )
     _check_same_tokens(student_mask, teacher_mask, inputs)
     # The logits at i predict token i + 1, so a mask over tokens is shifted left by one.

@@ -85,7 +85,7 @@ def check_start(
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         hint = NO_TOOLS if "not support tool calling" in str(error) else ""
         raise InnerError(
-            f"no replica could start, tried with the shape of {config.model}: {type(error).__name__}: {error}{hint}"
+            f"no replica can start: a model in the shape of {config.model} raised {type(error).__name__}: {error}{hint}"
         ) from error
     except (NotImplementedError, RuntimeError) as error:  # the meta device may cause them; a replica does not use it
         return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"

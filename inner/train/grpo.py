@@ -176,7 +176,7 @@ class GrpoLoop:
             reward_calls=self._reward_calls,
             engine_dtype=config.engine_dtype,
         )
-        trainer.optimizer, trainer.lr_scheduler = self.optimizer, self._schedule  # a keyword is refused with FSDP
+        trainer.optimizer, trainer.lr_scheduler = self.optimizer, self._schedule  # FSDP refuses them as arguments
         trainer.train_dataset = Rows(task.rows)
         if getattr(model, "peft_config", None):
             from inner.models.lora import drop_reference_copy

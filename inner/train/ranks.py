@@ -97,7 +97,7 @@ class RankLoop(GrpoLoop):
 
         def generate_whole(*arguments: Any) -> Any:
             with whole_weights(trainer.model):
-                return type(trainer)._generate(trainer, *arguments)  # of the present class: recorded.py changes it
+                return type(trainer)._generate(trainer, *arguments)  # looked up now: recorded.py changes the class
 
         trainer._generate = generate_whole
         # otherwise sharded ranks wait for each other's tokens, and wait forever for a rank without a tool call

@@ -153,7 +153,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
     def _refuse_without_errors(self) -> None:
         if not (self.tools and self.max_tool_calling_iterations):
             raise InnerError(
-                f"alpha_sdpo = {self.alpha_sdpo} learns at tool errors, and this trainer can never see one (tools: "
+                f"alpha_sdpo = {self.alpha_sdpo} learns from tool errors, and this trainer can never see one (tools: "
                 f"{len(self.tools)}, max_tool_calling_iterations: {self.max_tool_calling_iterations}). Pass tools or "
                 'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
             )
@@ -386,7 +386,7 @@ def _rollouts_of(
     rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
 ) -> list[Rollout]:
     assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
-    lengths = batch["completion_mask"].sum(1).tolist()  # complete, because of _take_over_truncation
+    lengths = batch["completion_mask"].sum(1).tolist()  # whole completions: _take_over_truncation sees to that
     written = batch.get("tool_mask", batch["completion_mask"])
     return [
         Rollout(

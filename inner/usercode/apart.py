@@ -93,8 +93,8 @@ class _Process:
         self.told |= {f"{what} {name}" for name in new}
         if new:
             self.notes.append(
-                f"{what} calls {', '.join(new)}, which would change the training around it: afterwards the old state "
-                "is back. Leave it out of the file, or undo it there"
+                f"{what} calls {', '.join(new)}, which would change the training around it. So the old state is "
+                "restored after it. Leave the call out of the file, or undo it there"
             )
 
 

@@ -63,7 +63,7 @@ class ForgivingHint:
         try:
             found = self._hint(row, error)
             if found is not None and not isinstance(found, str):
-                raise TypeError(f"a hint is text or None, found {found!r}")
+                raise TypeError(f"a hint must be text or None, found {found!r}")
             return found
         except Exception as failure:
             self._failures.note(failure)

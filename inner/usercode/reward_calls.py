@@ -227,7 +227,7 @@ class RewardCalls:
         self._failed.update(failed)
         if scored.why:
             self._emit_failure(reward, scored)
-        for text in getattr(reward, "take_notes", list[str])():  # of the user's code (inner/usercode/apart.py)
+        for text in getattr(reward, "take_notes", list[str])():  # about the user's code (inner/usercode/apart.py)
             self.host.emit("warning", text)
         if self._noted:
             self._noted = False
@@ -287,7 +287,7 @@ class _Call:
 
     def call_now(self) -> Any:
         answer = self.call_reward()
-        return asyncio.run(answer) if asyncio.iscoroutine(answer) else answer  # of a function that a wrapper calls
+        return asyncio.run(answer) if asyncio.iscoroutine(answer) else answer  # an async function below a plain wrapper
 
     def read_answer(self, answer: Any) -> Values:
         values = read_values(answer, len(self._step.rows))

@@ -99,5 +99,5 @@ def _check_head(config: dict[str, Any], what: str) -> None:
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or _DEFAULT_LABELS
     if labels != 1:
         raise InnerError(
-            f"{what} distinguishes {labels} classes. A reward model has one label, whose logit is the reward."
+            f"{what} distinguishes {labels} classes. Name a model with one label: its logit is the reward."
         )

@@ -22,8 +22,8 @@ FOLDERS: list[str] = []  # folders of the originals and of the user's shell, whe
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
     """Return the log's line about failed batches.   batches: number of failed batches since the last line."""
     before = f"; {batches} batches with failures since the last report" if batches > 1 else ""
-    lost = f"{len(scored.failed)} of {len(scored.values)} completions count without a reward of their own"
-    lost += f", {len(scored.blamed)} of them since they break it" if scored.blamed else ""
+    lost = f"{len(scored.failed)} of {len(scored.values)} completions are without a reward of their own"
+    lost += f", {len(scored.blamed)} of them because they break it" if scored.blamed else ""
     return f"{name}: {scored.why} ({lost} after {scored.tries} of {tries} tries){before}"
 
 
@@ -36,11 +36,11 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
     return (
         f"the reward {name} gave no number for any completion of {often}, {scored.tries} tries each.\n"
         f"{shown}\n"
-        "  This session ends, and its slot is started again: at once, and twice at most, in a run without any outer "
-        "step;\n  else after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
+        "  This session ends. In a run without any outer step, its slot is started again at once, and twice at most;\n"
+        "  in any other run, after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
         "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
-        "  A run keeps its files. A mended one needs `diloco train CONFIG --run RUN --again` while nothing was trained "
-        "there,\n  and another --run afterwards.\n"
+        "  A run keeps its files. To use a corrected file: `diloco train CONFIG --run RUN --again` if RUN has no outer "
+        "step;\n  else another --run.\n"
         "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
     )
 

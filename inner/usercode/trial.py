@@ -176,7 +176,7 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
     return (
         f"the best answer that was tried, the row's {column}, has more than inner.sampling.max_completion_length = "
         f"{room} tokens in {len(longer)} of {len(lengths)} rows ({max(longer)} at most): training cuts it off, and the "
-        "reward sees the rest alone. Raise it, unless a shorter text is worth as much"
+        "reward sees only the rest. Raise it, unless a shorter text is worth as much"
     )
 
 
@@ -206,7 +206,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
     except Exception as error:  # OSError, ValueError; others from faulty mirrors of the Hub
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}") from error
+        raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}. Check the name") from error
 
 
 def count_tokens(tokenizer: Any, prompt: str | list[dict[str, Any]], options: Mapping[str, Any] | None = None) -> int:

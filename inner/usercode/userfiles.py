@@ -47,7 +47,7 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
     found = getattr(module, name)
     if not callable(found):
         raise InnerError(
-            f"{setting_of(kind)} = {spelling!r}: {name} is a {type(found).__name__}, which cannot be called."
+            f"{setting_of(kind)} = {spelling!r}: {name} is a {type(found).__name__}, which is not callable. Correct it."
         )
     if is_called and isinstance(found, type):
         raise InnerError(
@@ -232,7 +232,7 @@ def _check_members(config: InnerConfig, environment: type) -> None:
         )
     if config.sdpo.is_used and config.sdpo.context == "hint" and not tool_names(environment):
         raise InnerError(
-            f"[inner.sdpo] learns at tool errors, and environment {spelling} has no public method, so no tool can "
+            f"[inner.sdpo] learns from tool errors, and environment {spelling} has no public method, so no tool can "
             'fail. Add a tool, set inner.sdpo.context = "rollout", or leave [inner.sdpo] out.'
         )
 

@@ -39,7 +39,7 @@ MOST_AT_ONCE = 64  # numbered records in one round of requests
 NOTE = 1000  # most characters of a heartbeat's note
 JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
 
-# A control record overrides those of these settings that it contains.
+# A control record may contain some of these settings, and overrides them.
 FOLDED = (
     "replicas", "steps", "min_replicas", "places", "max_usd", "max_hours", "allow_unknown_price", "until", "keep",
     "spent", "actors",
@@ -358,9 +358,9 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._beats = 0
-        self._ticked = 0.0, self.clock.now()  # at the last tick: `awake_s`, and the clock
+        self._ticked = 0.0, self.clock.now()  # two times of the last tick: `awake_s`, and the clock's
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
-        self._read_at: dict[str, float] = {}  # slot -> `awake_s` when its beat was last asked for
+        self._read_at: dict[str, float] = {}  # slot -> `awake_s` at the last request for its beat
         self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` when it began, and its expected seconds
         self._untrusted: dict[str, int] = {}
         self._parts = Parts(self.emit)

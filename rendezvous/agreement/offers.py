@@ -48,7 +48,7 @@ class OfferBook:
     base: str = ""
     _rejected_keys: set[str] = field(default_factory=set[str])
     _known_claims: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
-    _offers: dict[tuple[int, str], Offer] = field(default_factory=dict[tuple[int, str], Offer])  # never change
+    _offers: dict[tuple[int, str], Offer] = field(default_factory=dict[tuple[int, str], Offer])  # offers never change
 
     def open_step(self, step: int, base: str) -> None:
         """Make `step` the open step.   base: digest of the θ from which it starts."""
@@ -150,7 +150,7 @@ class OfferBook:
         """Return why a digest of the offer is refused (malformed, or not of the run's kind); "" if all are accepted."""
         kind = required_digest_kind(self.store)
         bad = [d for d in (offer.digest, *offer.shards) if not is_digest(d, kind)]
-        return f"its blob's digest is {bad[0]!r}, this run needs {kind}" if bad else ""
+        return f"its blob's digest is {bad[0]!r}, and this run needs one by {kind}" if bad else ""
 
     def _claim_flaw(self, offer: Offer) -> str:
         """Return why the offer's generation is refused: it was never claimed, and would fence the slot's holder."""

@@ -24,12 +24,12 @@ from rendezvous.records.records import Beat, Commit, Listed, Offer
 
 LARGE_FLEET = 12  # slots; in a fleet with more, a replica does not read all the others' heartbeats at every beat
 LED = 3  # the rank of all replicas that let three others look first
-ROUNDS = 3  # rounds of a replica whose median is its speed
+ROUNDS = 3  # the median of so many rounds of a replica is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 EVALUATES = "evaluates "  # begins the note of a heartbeat during an evaluation
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # as a part of ‖θ‖: the least norm that `norm_factors` takes as typical
+UNSUSPICIOUS = 0.01  # times ‖θ‖: the least norm that `norm_factors` takes as typical
 
 
 @dataclass(frozen=True)
@@ -255,10 +255,10 @@ def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
 def offer_flaw(offer: Offer, s: int, slot: str, rules: Rules) -> str:
     """Return why the record is not an offer of `slot` for step s, "" if it is one.  All readers get the same answer."""
     if (offer.step, offer.slot) != (s, slot):
-        return f"it names step {offer.step} and {offer.slot}"
+        return f"it names step {offer.step} and {offer.slot}, and not {s} and {slot}"
     if offer.codec != rules.codec:
         return f"its codec is {offer.codec}, this run's is {rules.codec}"
-    return "" if offer.h <= 4 * rules.sync_every else f"{offer.h} inner steps, where {rules.sync_every} are usual"
+    return "" if offer.h <= 4 * rules.sync_every else f"its {offer.h} inner steps are more than 4 · {rules.sync_every}"
 
 
 def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:

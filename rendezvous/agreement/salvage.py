@@ -56,7 +56,7 @@ def write_stop(store: Store, clock: Clock) -> str:
     try:
         write_control(store, clock, stop=True)
     except (RecordsLost, Forged) as lost:
-        won, n = False, _what_stands(store).records  # never 0, which is the run's first record
+        won, n = False, _what_stands(store).records  # never 0: that number is for the run's first record
         while not won:
             record = Control(n, new_nonce(), clock.wall(), stop=True)
             won, _ = put_once(store, clock, layout.control_key(n), record.encode())

@@ -77,7 +77,7 @@ def choose_codec(
     given = (parameters, replicas, bandwidth_up, bandwidth_down, compute_s)
     if not all(isfinite(v) and v > 0 for v in given):
         raise ValueError(
-            f"a codec is chosen from positive numbers, got {parameters} parameters, {replicas} replicas, "
+            f"a choice of codec needs positive numbers, got {parameters} parameters, {replicas} replicas, "
             f"{bandwidth_up} B/s up, {bandwidth_down} B/s down, {compute_s} s between syncs"
         )
     if replicas == 1:

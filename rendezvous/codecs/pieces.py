@@ -64,7 +64,7 @@ class RowCodec:
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
         if start % self.align:
-            raise ValueError(f"{self.name} can be cut at multiples of {self.align} elements, not at {start}")
+            raise ValueError(f"{self.name} must be cut at multiples of {self.align} elements, not at {start}")
         return self.max_body_size(start), self.max_body_size(stop)
 
     def encode(self, x: Array, out: Array, residual: Array | None = None, theta: Array | None = None) -> int:
@@ -121,7 +121,7 @@ class RowCodec:
         all_rows = bytes_of(body)
         if all_rows.numel() != self.max_body_size(n):
             raise Corrupt(
-                f"{self.name} of {n} elements has {self.max_body_size(n)} bytes, this body has {all_rows.numel()}"
+                f"a {self.name} body of {n} elements must have {self.max_body_size(n)} bytes, not {all_rows.numel()}"
             )
         all_rows = all_rows.view(-1, self.row_bytes)
         at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # one call takes as long as 20,000 elements
@@ -247,7 +247,7 @@ def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
         raise BadDelta(f"{what} is a flat, contiguous fp32 vector; got {array.dtype} of shape {tuple(array.shape)}")
     x = tensor_of(array) if isinstance(array, np.ndarray) else array.detach()
     if like is not None and (x.numel() != like.numel() or x.device != like.device):
-        raise BadDelta(f"{what} has {like.numel()} elements on {like.device}; got {x.numel()} on {x.device}")
+        raise BadDelta(f"{what} must have {like.numel()} elements on {like.device}; got {x.numel()} on {x.device}")
     return x
 
 
@@ -255,7 +255,7 @@ def ages_of(array: Array, like: Tensor) -> Tensor:
     """Return a flat uint8 tensor over the same memory.   Raise ValueError unless it has `like`'s shape and device."""
     age = tensor_of(array) if isinstance(array, np.ndarray) else array
     if age.dtype != torch.uint8 or age.shape != like.shape or age.device != like.device:
-        raise ValueError(f"ages are {like.numel()} uint8 on {like.device}; got {age.dtype}, {tuple(age.shape)}")
+        raise ValueError(f"ages must be {like.numel()} uint8 on {like.device}; got {age.dtype}, {tuple(age.shape)}")
     return age
 
 

@@ -170,7 +170,7 @@ class Blocks(RowFormat):
         least = float(scale.min())
         most = float(scale.max())
         if not (least >= _TINY and most <= largest_scale(self.levels)):
-            raise Corrupt(f"this {self.name} body has scales from {least} to {most}")
+            raise Corrupt(f"this {self.name} body has scales from {least} to {most}, which no encoder writes")
         out.mul_(scale)
         if most * (self.levels + 1) > FLT_MAX and not all_finite(out):  # a code of −levels − 1, which no encoder writes
             raise Corrupt(f"this {self.name} body has values that are not finite")

@@ -269,7 +269,7 @@ class Rendezvous:
         """
         self.members.refuse_if_fenced()
         if h < 1:
-            raise ValueError(f"a pseudogradient has at least one inner step inside, got h={h}; do not offer it")
+            raise ValueError(f"a pseudogradient must have at least one inner step, got h={h}; do not offer it")
         check_shape(delta, self.state.size(self.fragment))
         self._departure.hear()
         self._digests.check_unchanged(self.fragment)
@@ -423,9 +423,9 @@ class Rendezvous:
 
     def finish(self, reason: str) -> None:
         """Make the last writes of this generation.  If the store gives no answer, leave without them."""
-        if not self.generation:  # asked to leave before it held the slot
+        if not self.generation:  # it was asked to leave before it held the slot
             return
-        self.store.before_pause = lambda: None  # it is leaving already
+        self.store.before_pause = lambda: None  # nothing to do before a pause: this replica is leaving already
         if not self.is_done:
             self._snapshots.writer.abandon()
         self._uploads.drain()

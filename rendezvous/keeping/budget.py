@@ -45,7 +45,7 @@ from math import ceil
 from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
-_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists: expired, or writer killed
+_SHARE = 0.95  # planned part of the budget; the rest is for deltas in no commit: too late, or of a killed writer
 LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
 COMPLETE = 3  # snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size

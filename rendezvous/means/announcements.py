@@ -49,7 +49,7 @@ class Announcements:
             return False, None
         try:
             record = Mean.decode(register)
-            why = "" if record.t == t else f"it names step {record.t}"
+            why = "" if record.t == t else f"it names step {record.t}, and not {t}"
         except WireError as error:
             record = None
             why = str(error)

@@ -200,7 +200,7 @@ class Reducer:
                     self._add_body(total, body, listed.weight, first=not good)
                     good.append(listed)
                 else:
-                    self._report_poisoned(commit, listed, "values that are not finite, or bytes that no encoder writes")
+                    self._report_poisoned(commit, listed, "it has values that are not finite, or bytes of no encoder")
             if not good:
                 total.fill(0.0)
             elif not divide_by_weight(total, total_weight(good)):

@@ -1,4 +1,4 @@
-"""Bundles of recorded rollouts in the bucket: one object each, whose last line is its record.
+r"""Bundles of recorded rollouts in the bucket: one object each, whose last line is its record.
 
     rollouts/r01/0000000042/0000.0.bundle      payload ‖ \n ‖ {"kind":"rollouts", …, "digest":"xxh3-128:…"} ‖ \n
 

@@ -47,9 +47,9 @@ def open_store(url: str, *, make: bool = True) -> Store:
     if scheme.startswith(OWN) or is_served(scheme):
         return AdapterStore(url)
     raise ValueError(
-        f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: there are folders (runs/demo or "
-        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name, and, for "
-        "files alone, the schemes of fsspec"
+        f"no store for {scheme}://{rest.rpartition('@')[2].partition('?')[0]}: use a folder (runs/demo or "
+        "file:///abs/path), s3://, gs://, az://, hf://buckets/…, modal://name, memory://name or, for "
+        "files alone, a scheme of fsspec"
     )
 
 

@@ -1,7 +1,7 @@
-"""Sealed records, which only holders of the run key can write.  The key is only in the environment: DILOCO_RUN_KEY.
+r"""Sealed records, which only holders of the run key can write.  The key is only in the environment: DILOCO_RUN_KEY.
 
-    replica ── record ──▶ SealedStore ── record + tag ──▶ bucket
-    replica ◀── record ── SealedStore ◀── record + tag ── bucket
+    replica ── record ──▶ SignedStore ── record + tag ──▶ bucket
+    replica ◀── record ── SignedStore ◀── record + tag ── bucket
                  └─ a tag that is wrong:
                      claim, offer, leave, control, beat, log, weights, rollouts, verdict, reward ─▶ VOID: ignored
                      run, model, commit, mean, snapshot, and the first control ─▶ Forged: the replica ends
@@ -86,7 +86,7 @@ class VerifiedStore:
         record = verify_record(body, self._key, self._run, key)
         if record is not None:
             return record
-        first = layout.control_key(0)  # without the first record one replica would be a quorum
+        first = layout.control_key(0)  # never passed over: without it one replica would be a quorum
         if kind in _PASSED_OVER and key != first:
             if key not in self._reported:
                 self._reported.add(key)

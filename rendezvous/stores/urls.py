@@ -14,7 +14,7 @@ def refuse_one_slash(path: str) -> None:
     typed = ONE_SLASH.match(path)
     if typed is None or Path(path).exists():
         return
-    scheme, rest = typed[1].lower(), path[typed.end() :].rpartition("@")[2].partition("?")[0]  # without secrets
+    scheme, rest = typed[1].lower(), path[typed.end() :].rpartition("@")[2].partition("?")[0]  # no password, no query
     meant = f"{scheme}:{'///' if scheme == 'file' else '//'}{rest}"
     raise ValueError(
         f"{typed[0]}{rest} would be a folder of this machine: did you mean {meant}? A folder is ./{typed[0]}…"

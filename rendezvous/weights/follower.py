@@ -143,7 +143,7 @@ class WeightsFollower:
         commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad one
         right = commit is None or commit.base == weights.base
         if not right:
-            self._refuse(weights, "their writer had another θ than the commit after them says")
+            self._refuse(weights, f"their writer had another θ than commit {weights.t} names")
         return right
 
     # ------------------------------------------------------------------ the way to newer weights
@@ -170,7 +170,7 @@ class WeightsFollower:
             if before is None or len(way) > ANCHOR_EVERY or not self._is_right(before):
                 return None
             if before.digest != parent:
-                self._refuse(way[-1], f"they change {parent}, and those of step {before.t} are {before.digest}")
+                self._refuse(way[-1], f"they build on {parent}, and step {before.t} has {before.digest}")
                 return None
             way.append(before)
         return way[::-1]
@@ -207,7 +207,7 @@ class WeightsFollower:
 
     def _begin(self, anchor: Weights) -> None:
         if anchor.values > MOST_PER_BYTE * anchor.size:
-            raise Corrupt(f"the anchor of step {anchor.t} claims {anchor.values} values in {anchor.size} bytes")
+            raise Corrupt(f"the anchor of step {anchor.t} claims {anchor.values} values in only {anchor.size} bytes")
         if len(self._bits) != anchor.values:
             self._bits = np.zeros(anchor.values, np.uint16)
         at = 0

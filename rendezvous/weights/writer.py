@@ -123,7 +123,7 @@ class WeightsWriter:
     def _take(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> _Found | None:
         follows = self._of == t - 1
         parent = self._digest if closed and follows and self._has_parent(t) else ""
-        self._of = None  # until all is read
+        self._of = None  # no step, until all is read
         sizes = [state.size(f) for f in range(fragments)]
         if not follows:
             self._bits = np.zeros(sum(sizes), np.uint16)

@@ -167,7 +167,7 @@ def test_a_dataset_that_changed_is_told_with_the_commit_of_the_run(folder: Path,
 
 BAD = {
     "no such dataset": ("hub:tester/nope/main:train", "the Hub knows no such dataset"),
-    "no such revision": (f"hub:{NAME}@v9/main:train", "no such revision of it. Correct 'v9'"),
+    "no such revision": (f"hub:{NAME}@v9/main:train", "no revision 'v9' of it. Correct"),
     "no such config": (f"hub:{NAME}/mian:train", "BuilderConfig 'mian' not found. Available: ['main', 'hard', 'none']"),
     "a config whose name has the word": (f"hub:{NAME}/aggregated:train", "BuilderConfig 'aggregated' not found."),
     "no such split": (f"hub:{NAME}/main:dev", "Unknown split \"dev\". Should be one of ['train', 'test']"),

@@ -163,7 +163,7 @@ def test_a_liar_that_is_too_far_from_the_policy_is_doubted_all_the_same(honest: 
     store, told = MemoryStore("memory://x"), list[Any]()
     deliver(store, honest, 42, 43)
     here = at_door(store, a_check(DoorFinding("wrong"), DoorFinding("")), told)
-    far = lambda bundle: TooFar("0.50 nats per token from the present weights")  # noqa: E731
+    far = lambda bundle: TooFar("it is 0.50 nats per token from the present weights")  # noqa: E731
     assert here.find(at(42), far) is None and here.find(at(43), far) is None
     assert [(event, fields["actor"]) for event, fields in told] == [("rollouts_doubted", "a07")]
 

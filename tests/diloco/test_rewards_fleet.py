@@ -99,7 +99,7 @@ def test_a_reward_that_hangs_once_is_interrupted_and_status_says_so_while_it_wai
     fleet.wait_for(lambda: status_says(fleet, "waits for the reward score, 4 s so far; interrupted after 12 s"), 200.0)
     assert fleet.wait(240.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
     check_run(Path(fleet.url), 6)
-    assert "TimedOut: no answer within 12 s (0 of 16 completions count without a reward" in status_of(fleet)
+    assert "TimedOut: no answer within 12 s (0 of 16 completions are without a reward" in status_of(fleet)
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_reward_that_returns_nan_once_loses_one_completion_and_says_so(tmp_pat
     check_run(Path(fleet.url), 6)
     assert [e["failed"] for e in events(fleet, "reward_failed")] == [1]
     assert sum(e.get("reward_missing", 0) for e in events(fleet, "step")) == 1
-    assert "returned nan (1 of 16 completions count without a reward" in status_of(fleet)
+    assert "returned nan (1 of 16 completions are without a reward" in status_of(fleet)
 
 
 @pytest.mark.slow

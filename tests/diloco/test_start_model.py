@@ -560,8 +560,8 @@ def test_a_head_that_is_in_no_file_is_told_by_plan_and_by_the_publisher(tmp_path
     folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
     start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
-    assert "is in no file (it is a base model), so it begins at random" in known_model(start).note
-    with pytest.warns(UserWarning, match="is in no file .* begins at random"):
+    assert "(it is a base model), so the head begins with random values" in known_model(start).note
+    with pytest.warns(UserWarning, match="no file has .* begins with random values"):
         made(start, tmp_path / "out")
     assert known_model(replace(start, model=str(tmp_path / "out"))).note == ""
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True)).save_pretrained(folder)

@@ -79,7 +79,7 @@ def test_an_old_flat_key_is_refused_with_its_new_place(name: str) -> None:
 def test_a_switch_that_became_a_table_is_refused_with_that_table() -> None:
     with pytest.raises(InnerError) as said:
         InnerConfig.from_dict({"sampling": {"vllm": True}})
-    words = "inner.sampling.vllm has moved: write the table [inner.vllm], which is the switch by itself"
+    words = "inner.sampling.vllm has moved: write the table [inner.vllm], which turns vLLM on"
     assert str(said.value) == words
     with pytest.raises(InnerError, match=r"\[inner\.vllm\] must be a table, found True"):
         InnerConfig.from_dict({"vllm": True})

@@ -388,7 +388,7 @@ def test_wearing_the_teachers_weights_leaves_the_students_graph_alone(lora: bool
 
 def test_a_teacher_of_another_vocabulary_is_refused() -> None:
     bigger = ToolWorld(kinds=3, names=4).model()
-    with pytest.raises(InnerError, match=r"the student has \d+ tokens and the teacher \d+.*preference pairs"):
+    with pytest.raises(InnerError, match=r"the student's vocabulary has \d+ tokens and the teacher's \d+.*as pairs"):
         make(alpha_sdpo=0.5, sdpo_teacher=bigger)
 
 

@@ -202,7 +202,7 @@ def test_settings_that_cannot_be(model: nn.Module) -> None:
             compose_loss(model, batch(), **settings)  # type: ignore[arg-type]
     other = ToolWorld(kinds=2, names=2).model()
     inputs = {**batch(), "ctx_teacher_input_ids": batch()["ctx_teacher_input_ids"] % 20}
-    with pytest.raises(ValueError, match=r"257 tokens and the teacher \d+"):
+    with pytest.raises(ValueError, match=r"257 tokens and the teacher's \d+"):
         compose_loss(model, inputs, alpha_sdpo=0.1, teacher=other)
 
 

@@ -242,7 +242,7 @@ def test_a_row_has_its_surroundings_and_missing_packages_are_named(
 @pytest.mark.parametrize(
     ("tests", "change", "why"),
     [
-        ("nose tests", {}, "--tests is `pytest` with its options"),
+        ("nose tests", {}, "--tests must be `pytest` with its options"),
         ("pytest -k nothing_of_this_name", {}, "no test of the suite passed in the sandbox: pytest found none"),
         ("pytest", {"tests/conftest.py": "import not_here_at_all\n"}, "passed .*: .*No module named 'not_here_at_all'"),
     ],

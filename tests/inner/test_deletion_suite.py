@@ -153,7 +153,7 @@ def test_functions_of_some_length_are_found_and_lose_their_bodies() -> None:
         assert len(list(functions_of(told))) == 2
     assert "Return the side" in take_out(SOURCE, "Box.side")
     assert "Return the side" not in take_out(SOURCE, "Box.side", docstring=False)
-    for name, why in (("free", "not a function with a docstring"), ("Box", "is a class"), ("Box.x", "no function")):
+    for name, why in (("free", "has no docstring"), ("Box", "is a class"), ("Box.x", "no function")):
         with pytest.raises(InnerError, match=why):
             take_out(SOURCE, name)
 

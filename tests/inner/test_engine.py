@@ -288,7 +288,7 @@ def test_the_share_of_tokens_counts_those_that_the_model_wrote() -> None:
             {"vllm": {}, "loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}},
             r'\[inner\.vllm\] generates rollouts, and inner\.loop = "supervised" has none',
         ),
-        ({"vllm": {}, "grpo": {"objective": "vespo"}}, 'takes weights of tokens alone.*"token_truncate"'),
+        ({"vllm": {}, "grpo": {"objective": "vespo"}}, 'takes only weights of tokens.*"token_truncate"'),
         ({"vllm": {}, "grpo": {"objective": "gmpo"}}, 'takes no importance weights.*importance_mode = "off"'),
         ({"trl": {"vllm_model_impl": "auto"}}, r"vllm_model_impl does nothing here.*Add the table \[inner\.vllm\]"),
         ({"vllm": {}, "trl": {"vllm_enable_sleep_mode": True}}, r"the run sets this itself\. Use \[inner\.vllm\]"),

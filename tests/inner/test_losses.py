@@ -695,7 +695,7 @@ def test_preferences_without_pairs_and_with_negative_weights() -> None:
     for wrong in ({"beta": -1.0}, {"nll_weight": -1.0}, {"dpop_lambda": -1.0}, {"label_smoothing": -0.1}):
         with pytest.raises(ValueError, match="must be 0 or more"):
             dpo_loss(one, one, one, one, **wrong)
-    with pytest.raises(ValueError, match="rejected response would be preferred"):
+    with pytest.raises(ValueError, match="would prefer the rejected response"):
         dpo_loss(one, one, one, one, label_smoothing=0.5)
     with pytest.raises(ValueError, match="gamma = -1"):
         simpo_loss(one, one, gamma=-1.0)

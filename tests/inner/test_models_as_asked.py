@@ -124,7 +124,7 @@ def test_rotary_models_are_left_alone() -> None:
 
 def test_absolute_positions_that_cannot_be_passed_are_refused() -> None:
     config = BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
-    with pytest.raises(InnerError, match="BartForCausalLM, whose positions are absolute and cannot be passed"):
+    with pytest.raises(InnerError, match="BartForCausalLM, with absolute positions and no position_ids"):
         number_positions(BartForCausalLM(config))
 
 
@@ -243,15 +243,19 @@ STALE = {"grpo": {"objective": "gspo"}}
     ("settings", "words"),
     [
         ({"lora": {"dropout": 0.05}, **STALE}, "inner.lora.dropout = 0.05: a generation serves 4 micro-batches"),
-        ({"lora": {"dropout": 0.05}, "grpo": {"num_iterations": 2}}, "serves 2 micro-batches"),
-        ({"lora": {"dropout": 0.05}, "vllm": {}}, r"inner.lora.dropout = 0.05: \[inner.vllm\] corrects"),
+        ({"lora": {"dropout": 0.05}, "grpo": {"num_iterations": 2}}, "serves 2 micro-.* let a generation serve one"),
+        ({"lora": {"dropout": 0.05}, "vllm": {}}, r"\[inner.vllm\] corrects .*set inner.vllm.importance_mode = .off"),
         ({"trl": {"disable_dropout": False}, **STALE}, "inner.trl.disable_dropout = false: a generation serves 4"),
-        ({"lora": {"dropout": 0.1}, "trl": {"disable_dropout": True}}, "takes inner.lora.dropout = 0.1 away again"),
+        ({"lora": {"dropout": 0.1}, "trl": {"disable_dropout": True}}, "switches inner.lora.dropout = 0.1 off"),
     ],
 )
 def test_dropout_in_a_loss_with_a_ratio_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(InnerError, match=words):
         InnerConfig(**settings)
+
+
+def test_an_engine_without_a_correction_may_have_dropout_as_the_refusal_says() -> None:
+    assert InnerConfig(lora={"dropout": 0.05}, vllm={"importance_mode": "off"}).vllm is not None
 
 
 def test_dropout_of_an_adapter_stays_in_a_loss_without_a_ratio() -> None:

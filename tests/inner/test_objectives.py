@@ -394,7 +394,7 @@ def test_the_menu() -> None:
     text = format_menu()
     for name, each in PO_OBJECTIVES.items():
         assert name in text and each.formula in text and each.when in text
-    assert "here    inert, the run is exactly on-policy: epsilon, epsilon_high" in text
+    assert "here    inert on-policy: epsilon, epsilon_high" in text
     assert "inert" not in format_menu({"num_iterations": 2})
     assert format_menu({"steps_per_generation": 1}).count("inert") == sum(
         bool(each.ratio) for each in PO_OBJECTIVES.values()

@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused() -> None:
     sample = drawn(0)
     with pytest.raises(ValueError, match=r"advantages has shape \(1, 48\).*one sample"):
         loss_fn(Sample(**{**vars(sample), "advantages": sample.advantages[None]}))
-    with pytest.raises(ValueError, match="this loss takes one sample"):
+    with pytest.raises(ValueError, match="Pass one sample"):
         loss_fn(Sample(**{k: None if v is None else v[None] for k, v in vars(sample).items()}))
     with pytest.raises(ValueError, match=r"loss_mask is torch.float32"):
         loss_fn(Sample(**{**vars(sample), "loss_mask": sample.loss_mask.float()}))

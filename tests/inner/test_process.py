@@ -218,7 +218,7 @@ def test_advantages_that_are_equal_over_time_are_trls_loss(objective: str) -> No
 
 
 def test_the_losses_that_take_no_turns_are_refused() -> None:
-    with pytest.raises(InnerError, match="one advantage for a whole rollout"):
+    with pytest.raises(InnerError, match="has one advantage per rollout"):
         make(config={"grpo": {"objective": "gmpo"}}, process=ProcessReward(never))
     with pytest.raises(InnerError, match=r'inner.grpo.objective = "gmpo" has one for the whole rollout'):
         InnerConfig(grpo={"objective": "gmpo"}, process={"function": "p.py:f"}).check()  # type: ignore[arg-type]
@@ -449,8 +449,8 @@ def test_in_a_run_the_head_reads_the_tokens_it_was_trained_on_and_the_start_mode
 @pytest.mark.parametrize(
     "table, said",
     [
-        ({}, "needs one of"),
-        ({"function": "p.py:f", "head": "h.safetensors"}, "needs one of"),
+        ({}, "needs one of the two, function or head; found None and None"),
+        ({"function": "p.py:f", "head": "h.safetensors"}, "found 'p.py:f' and 'h.saf"),
         ({"function": "p.py:f", "credit": "all"}, "inner.process.credit"),
         ({"function": "p.py:f", "weight": 0.0}, "inner.process.weight"),
     ],

@@ -237,7 +237,7 @@ def test_a_state_that_makes_no_request_is_named_before_the_first_cent() -> None:
             asked[1]["state_messages"].append({"role": "assistant", "tool_calls": calls})
             if calls != "ls" and "function" in calls[0]:
                 asked[1]["tools"] = [{"x": float("nan")}]
-            with pytest.raises(InnerError, match="state 's1' makes no request"):
+            with pytest.raises(InnerError, match="state 's1' cannot be written as a request"):
                 ask(asked, [teacher(server)])
     assert server.bodies == []
 

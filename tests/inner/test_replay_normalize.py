@@ -78,7 +78,7 @@ def test_a_text_key_of_the_recipe_is_kept() -> None:
         ("process: [words_num_filter]", "Put one `- operator: {arguments}` per line"),
         (
             "process: [{words_num_filter: {text_key: text}}]",
-            "text_key 'text'; a pair has the texts chosen, rejected, pair",
+            "text_key 'text'. Use one of: chosen, rejected, pair",
         ),
     ],
 )

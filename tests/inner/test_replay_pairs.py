@@ -209,7 +209,7 @@ def test_states_and_pairs_come_back(tmp_path: Path) -> None:
 GOOD_PAIR = {"state_id": "s", "state_messages": USER, "chosen": "a b", "rejected": "c d", "n_teachers_agreeing": 2}
 BAD = [
     ('{"state_id": "s"', "not JSON"),
-    ("[]", "a pair is an object"),
+    ("[]", "a pair must be an object"),
     (json.dumps(GOOD_PAIR | {"chosen": " "}), "chosen is ' ': it must be a text that is not empty"),
     (json.dumps(GOOD_PAIR | {"chosen": "c  d"}), "chosen and rejected are the same action"),
     (json.dumps(GOOD_PAIR | {"state_messages": []}), "there are no messages"),

@@ -414,7 +414,7 @@ def test_an_exception_is_tried_again_and_said_in_the_note_while_it_lasts() -> No
     assert listener.notes[-1] == "" and listener.pauses == [1.0], (
         "the second failure was of one group, others came back"
     )
-    assert "0 of 16 completions count without a reward" in listener.events[0][1]
+    assert "0 of 16 completions are without a reward" in listener.events[0][1]
 
 
 def test_columns_and_environments_are_cut_with_the_completions() -> None:
@@ -709,7 +709,7 @@ def test_what_a_broken_completion_counts_is_a_part_of_what_a_run_learns() -> Non
 
     one, other = (RunConfig(inner=InnerConfig(rewards={"broken": b})) for b in ("worst", -1))
     assert one.mathematics() != other.mathematics()
-    with pytest.raises(InnerError, match=r"inner.rewards.broken = 'wurst' is not a worth"):
+    with pytest.raises(InnerError, match=r"inner.rewards.broken = 'wurst' is not known"):
         InnerConfig(rewards={"broken": "wurst"})
 
 

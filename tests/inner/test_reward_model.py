@@ -94,7 +94,7 @@ def test_a_run_names_its_commit_and_a_replica_loads_it(hub: HubModels, tmp_path:
 
 BAD = {
     "no such model": ("hub:tester/nope", {}, "the Hub knows no such model"),
-    "no such revision": (f"hub:{NAME}@v9", {}, "no such revision of it. Correct 'v9'"),
+    "no such revision": (f"hub:{NAME}@v9", {}, "no revision 'v9' of it. Correct"),
     "no classifier": (
         f"hub:{NAME}",
         {"architectures": ["LlamaForCausalLM"]},

@@ -155,7 +155,7 @@ def test_bad_texts_are_refused(folder: Path) -> None:
     with pytest.raises(InnerError, match="0 to 256"):
         build(folder, name="large.npy")
     np.save(folder / "float.npy", np.zeros(99))
-    with pytest.raises(InnerError, match="one line of integers"):
+    with pytest.raises(InnerError, match="integers in one dimension"):
         build(folder, name="float.npy")
     (folder / "odd.bin").write_bytes(b"abc")
     (folder / "torn.npy").write_bytes(b"\x93NUMPY\x01\x00")

@@ -226,7 +226,7 @@ def test_other_tasksets_that_cannot_be_used(tasksets: Path) -> None:
         ("harbor", {}, "it brings the environment HarborEnv"),
         ("spelling-tasks", {"fist": 3}, "has no option 'fist'; did you mean first?"),
         ("spelling-tasks", {"first": "a"}, "refuses these options: first: Input should be a valid integer"),
-        ("spelling-tasks", {"first": 99}, "it has no rows"),
+        ("spelling-tasks", {"first": 99}, "it makes no rows"),
     ):
         with pytest.raises(InnerError, match=words):
             rows_of(f"verifiers:{name}", **options)

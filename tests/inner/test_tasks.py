@@ -155,5 +155,5 @@ def test_small_words() -> None:
     assert reply_text([{"role": "tool", "content": "a"}, {"role": "assistant", "content": None}]) == ""
     assert question_of([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]) == question_of("q")
     assert as_literal({1: (2, "a")}) == "{1: (2, 'a')}"
-    with pytest.raises(InnerError, match="hold values that text cannot hold"):
+    with pytest.raises(InnerError, match="have values that are no literals"):
         as_literal({"a": object()})

@@ -173,7 +173,7 @@ def rollout(ids: list[int]) -> Rollout:
 )
 def test_a_row_that_does_not_end_with_the_turn_is_refused(ids: list[int], teacher_ids: list[int]) -> None:
     with pytest.raises(
-        RuntimeError, match=r"a lesson is not aligned: the turn is tokens 1 to 2 of a completion with \d"
+        RuntimeError, match=r"does not end with the student's turn. The turn is tokens 1 to 2 of a completion with \d"
     ):
         aligned_lesson(rollout(ids), 1, 3, teacher_ids)
 
@@ -183,9 +183,9 @@ def test_both_contexts_are_checked() -> None:
         return context + turn[:-1]
 
     splice: Any = loses_a_token
-    with pytest.raises(RuntimeError, match="not aligned"):
+    with pytest.raises(RuntimeError, match="does not end with the student's turn"):
         hint_lessons([rollout([5, 6, 7])], lambda row, error: "hint", lambda row, turn: {}, splice)
-    with pytest.raises(RuntimeError, match="not aligned"):
+    with pytest.raises(RuntimeError, match="does not end with the student's turn"):
         rollout_lessons([rollout([5, 6, 7])], 1, 1.0, str, splice)
 
 

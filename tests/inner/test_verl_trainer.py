@@ -192,9 +192,9 @@ def test_a_log_prob_that_is_no_number_is_refused(queue: Any) -> None:
     [
         ({"alpha_spdo": 0.1}, "algorithm.alpha_spdo is not a setting of this trainer; it has alpha_sdpo"),
         ({"beta_dpo": 0.1}, "algorithm.beta_dpo is not a setting"),
-        ({"alpha_sdpo": -0.1}, "a number of at least 0"),
-        ({"beta_replay": float("nan")}, "a number of at least 0"),
-        ({"alpha_sdpo": "big"}, "a number of at least 0"),
+        ({"alpha_sdpo": -0.1}, "must be a finite number, 0 or more"),
+        ({"beta_replay": float("nan")}, "must be a finite number, 0 or more"),
+        ({"alpha_sdpo": "big"}, "must be a finite number, 0 or more"),
         ({"alpha_sdpo": 0.1, "rollout_correction": {"bypass_mode": True}}, "would be noise. Set bypass_mode=false"),
         ({"adv_estimator": "grpo_composer"}, "Set algorithm.adv_estimator=grpo"),
     ],
@@ -215,8 +215,8 @@ def test_a_misspelt_weight_is_refused_before_the_run(settings: dict[str, Any], w
     ("fields", "words"),
     [
         ({"hinted_ids": [1, 2, 3], "at": [1, 2]}, "at has 2 places for 4 response tokens"),
-        ({"hinted_ids": [1, 2, 3], "at": [-1, 0, 1, 2]}, "at names place 0 of 3 hinted ids"),
-        ({"hinted_ids": [1, 2, 3], "at": [-1, -1, 1, 3]}, "at names place 3 of 3 hinted ids"),
+        ({"hinted_ids": [1, 2, 3], "at": [-1, 0, 1, 2]}, "`at` has the place 0, and there are 3 hinted ids"),
+        ({"hinted_ids": [1, 2, 3], "at": [-1, -1, 1, 3]}, "`at` has the place 3, and there are 3 hinted ids"),
         ({"turns": [(0, 2)]}, "1 turns have 0 scores"),
         ({"turns": [(2, 5)], "scores": [1.0]}, r"turn \(2, 5\) does not lie in a response of 4 tokens"),
     ],

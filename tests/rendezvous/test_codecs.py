@@ -174,7 +174,7 @@ def test_topk_counts_rounds_only_where_it_is_asked_to() -> None:
     sum(c.encode_each(x, out, [(0, 8192)], np.zeros_like(x), age))
     assert np.array_equal(age == 0, decoded(c, out.tobytes(), 8192) != 0) and age.max() == 1
     assert out.tobytes() == encoded(c, x, np.zeros_like(x)), "in the first round there is nothing to give back"
-    with pytest.raises(ValueError, match="ages are 8192 uint8"):
+    with pytest.raises(ValueError, match="ages must be 8192 uint8"):
         sum(c.encode_each(x, out, [(0, 8192)], np.zeros_like(x), age[:-1]))
 
 
@@ -602,7 +602,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     for wrong in (x.astype(np.float64), x.reshape(2, -1), np.repeat(x, 2)[::2], torch.zeros(10, dtype=torch.bfloat16)):
         with pytest.raises(BadDelta, match="flat, contiguous fp32"):
             c.encode(wrong, out)
-    with pytest.raises(BadDelta, match="residual has 2000 elements"):
+    with pytest.raises(BadDelta, match="residual must have 2000 elements"):
         c.encode(x, out, np.zeros(1999, np.float32))
     with pytest.raises(ValueError, match="give theta"):
         get_codec("bf16-gate").encode(x, np.zeros(9000, np.uint8))

@@ -543,7 +543,7 @@ def test_a_step_with_a_body_that_has_no_shards_is_reduced_directly(clock: Manual
 def test_an_offer_has_at_most_four_rounds_of_inner_steps() -> None:
     offer = Offer(0, "r00", 1, "n", "b", 8, "blob", 12, "d", 1.0, 0.0)
     assert offer_flaw(offer, 0, "r00", RULES) == ""
-    assert "9 inner steps, where 2 are usual" in offer_flaw(replace(offer, h=9), 0, "r00", RULES)
+    assert "its 9 inner steps are more than 4 · 2" in offer_flaw(replace(offer, h=9), 0, "r00", RULES)
 
 
 def test_a_wait_for_a_quorum_begins_again_when_it_is_lost() -> None:

@@ -237,7 +237,7 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
     "another slot": ({"slot": "r00"}, "it names step 0 and r00"),
     "another codec": ({"codec": "int8"}, "its codec is int8, this run's is fp32"),
     "no inner step": ({"h": 0}, "its h is 0, not in 1"),
-    "a billion inner steps": ({"h": 10**9}, "1000000000 inner steps, where 2 are usual"),
+    "a billion inner steps": ({"h": 10**9}, "its 1000000000 inner steps are more than 4 · 2"),
     "words for numbers": ({"h": "many"}, "its h is 'many'"),
     "a negative time": ({"took": -1.0}, "its took is -1.0"),
 }

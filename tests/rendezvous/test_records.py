@@ -169,7 +169,7 @@ def test_a_commit_that_names_another_before_it_is_refused() -> None:
     first, *_ = line(1)
     chain = Chain(written(first, commit(1, "another")), window=2)
     chain.read(0)
-    with pytest.raises(ChainBroken, match=r"commit 1 does not follow commit 0.*names another"):
+    with pytest.raises(ChainBroken, match=r"commit 1 does not follow commit 0.*it names step 1 and another"):
         chain.read(1)
 
 

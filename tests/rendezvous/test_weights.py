@@ -268,7 +268,7 @@ def test_a_wrong_parent_is_never_applied() -> None:
     fleet.step()
     fleet.alter(3, parent="xxh3-128:" + "0" * 32)
     assert fleet.reader.poll() is None
-    assert "they change xxh3-128:00000000000000000000000000000000" in fleet.refused[0]
+    assert "they build on xxh3-128:00000000000000000000000000000000" in fleet.refused[0]
 
 
 def test_a_false_digest_of_the_whole_is_refused_and_the_reader_starts_again() -> None:

@@ -43,7 +43,7 @@ class E2bBoxes:
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
-        self._stopped = Counter[str]()  # per owner's key: else E2B would return a stopped box again
+        self._stopped = Counter[str]()  # owner's key -> number of its stopped boxes, as part of a new box's key
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
         key = f"{owner.key}-{self._stopped[owner.key]}"
@@ -81,7 +81,7 @@ class E2bBox:
                 ended = error
             except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
                 raise  # subclasses of TimeoutException that mean something else
-            except self._sdk.TimeoutException:  # something in the background keeps the output open, if the box runs
+            except self._sdk.TimeoutException:  # if the box runs, a background process still holds the output
                 if not self._made.is_running(request_timeout=ANSWER_S):
                     raise
                 return Ran(137, "")

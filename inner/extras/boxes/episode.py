@@ -49,7 +49,7 @@ class Episode:
         self._survived = 0  # number of actions that the box has survived
         self._box: Box | None = None
         self._blamed: Blamed | None = None
-        self._deciding = threading.Lock()  # between a call that outlived its limit and `reward`
+        self._deciding = threading.Lock()  # held while a late call, or `reward`, decides why the box died
         self._until: float | None = None
         self._known = False
         self._reward: float | None = None

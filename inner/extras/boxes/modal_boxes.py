@@ -129,7 +129,10 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
     except (InnerError, ProviderFailed, BoxGone):
         raise
     except errors.AuthError as error:
-        raise InnerError(f"Modal refuses the credentials: {error}. `modal token set`, or MODAL_TOKEN_…") from error
+        raise InnerError(
+            f"Modal refuses the credentials: {error}. Run `modal token set`, or set MODAL_TOKEN_ID and "
+            "MODAL_TOKEN_SECRET"
+        ) from error
     except errors.ResourceExhaustedError as error:
         raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error
     except Exception as error:  # also errors of the SDK's transport

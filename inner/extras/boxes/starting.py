@@ -29,7 +29,7 @@ from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecip
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-AGAIN_S = 30.0  # seconds for a start after a start that spent its whole budget: a batch of those would look like a hang
+AGAIN_S = 30.0  # seconds for the start after one that spent its whole budget; many long ones would look like a hang
 SWEEPS = 5  # most tries of `sweep` until the provider's list is empty
 
 
@@ -144,7 +144,7 @@ class BoxStarter:
     @contextmanager
     def _place(self, left_s: float) -> Iterator[None]:
         if not self._starting.acquire(timeout=left_s):
-            raise ProviderFailed("other starts took the whole budget. Raise at_once, or use fewer rollouts")
+            raise ProviderFailed("other starts of boxes took all the time. Raise at_once, or use fewer rollouts")
         try:
             yield
         finally:
@@ -169,7 +169,7 @@ class BoxStarter:
             self._use(self._since.get(owner.key))
             if isinstance(error, BoxGone):
                 raise ProviderFailed(f"a new box died: {error}") from error
-            raise InnerError(f"the task's files cannot be in one box: {error}. Correct its Dockerfile.") from error
+            raise InnerError(f"a box cannot take the task's files: {error}. Correct its Dockerfile.") from error
         with self._lock:
             self._there.add(owner.key)
 

@@ -39,7 +39,7 @@ class _Shared:
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
-        self.told = False  # whether the log has the provider's error, since the provider last gave a box
+        self.told = False  # whether an error of the provider was logged since the last box that it gave
 
     @property
     def starter(self) -> BoxStarter:
@@ -162,7 +162,7 @@ class HarborEnvironment:
         if self._host is None or (used := self._starter.take_used()) is None:
             return
         text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
-        price = self._starter.provider.price_per_hour  # of its options, which run.toml does not tell
+        price = self._starter.provider.price_per_hour  # it depends on the provider's options, which are not in run.toml
         self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, usd_per_hour=price)
 
     def _owner(self) -> BoxOwner:

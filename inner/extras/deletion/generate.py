@@ -85,7 +85,10 @@ def check_task(task: DeletionTask) -> None:
     without = judge(task, task.files)
     if without.failed != frozenset(task.fail_to_pass):
         odd = sorted(without.failed ^ frozenset(task.fail_to_pass))
-        raise InnerError(f"{task.name}: {', '.join(odd)} gave two different results. Hidden tests must not be random.")
+        raise InnerError(
+            f"{task.name}: {', '.join(odd)} gave different results in two runs. Correct these tests, because a hidden "
+            "test must not be random."
+        )
     for kind, found in (("fail-to-pass", without.failed), ("pass-to-pass", without.passed)):
         if not found:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
@@ -180,7 +183,7 @@ def _all_tasks(asked: Any) -> Iterator[DeletionTask]:
 def _repository_tasks(asked: Any) -> Iterator[DeletionTask]:
     own = sorted(asked.repo.glob(".venv/lib/python3*/site-packages"))
     packages = asked.packages or (own[0] if own else Path(sysconfig.get_path("purelib")))
-    print(f"{asked.repo.name}: the suite runs twice, traced, for some times as long as it takes", flush=True)
+    print(f"{asked.repo.name}: the test suite runs twice in a tracer, which takes several times as long", flush=True)
     repository = read_repository(asked.repo, asked.tests, packages)
     print(f"{repository.name}: {len(repository.tests)} tests can be hidden", flush=True)
     made = make_repository_tasks(repository, docstrings=asked.docstrings, seed=asked.seed)

@@ -82,7 +82,7 @@ def main() -> None:
         reward.unlink(missing_ok=True)
         reward.write_text("0\n")
     except OSError as error:
-        sys.exit(f"judge.py cannot write the reward: {error}. Do not believe the file; run judge.py as its owner.")
+        sys.exit(f"judge.py cannot write the reward: {error}. Ignore a reward in that file; run judge.py as its owner.")
     tests = Path(told.tests).absolute()
     refuse_without_a_wall(tests, reward)
     if os.geteuid() == 0:

@@ -80,7 +80,7 @@ def read_repository(folder: Path, tests: str, packages: Path) -> Repository:
     """Trace the suite of a repository.   tests: "pytest", with pytest's own words after it.   Raises InnerError."""
     words = shlex.split(tests)
     if words[:1] != ["pytest"]:
-        raise InnerError(f"--tests is `pytest` with its options, found {tests!r}. Other runners are not read.")
+        raise InnerError(f"--tests must be `pytest` with its options, found {tests!r}. Other runners do not work.")
     code, suite = _read_files(folder)
     _refuse_copies(code, packages)
     roots = ["src", ""] if any(path.startswith("src/") for path in code) else [""]

@@ -128,7 +128,7 @@ def run_sandboxed(
     }
     with _two_folders() as (folder, room):
         write_files(Path(folder), files)
-        with TURNS:  # before the clock starts
+        with TURNS:  # the wait for a place does not count as time of the program
             return _watch(_command(folder, room, limits, around.packages), json.dumps(asked).encode(), limits)
 
 
@@ -140,8 +140,9 @@ def _require_packages(around: Surroundings) -> None:
         )
     if around.beside and not _outer_namespace():
         raise SandboxMissing(
-            "a task made from a repository writes to /tmp, and this machine allows bubblewrap no writable one: "
-            "`unshare` (util-linux) is missing, or may not make a namespace. Allow user namespaces around bwrap's."
+            "a task made from a repository needs a writable /tmp in its sandbox, and this machine allows none: "
+            "`unshare` (util-linux) is missing, or may not make a namespace around that of bwrap. Install util-linux, "
+            "or allow nested user namespaces."
         )
 
 
@@ -173,7 +174,7 @@ def checked_path(name: str) -> str:
 @cache
 def require_sandbox() -> None:
     """Raise SandboxMissing if no sandbox can be made here."""
-    where = f"feature deletion runs code that a model wrote, in bubblewrap only ({platform.system()})"
+    where = f"feature deletion runs a model's code only in bubblewrap, which does not work here ({platform.system()})"
     if platform.machine() not in CALLS:
         raise SandboxMissing(f"{where}: no system calls are listed for {platform.machine()}. Use x86-64 or arm64.")
     if shutil.which("bwrap") is None:
@@ -185,7 +186,7 @@ def require_sandbox() -> None:
     if ended.output != b"inside\n":
         said = ended.output.decode(errors="replace").strip()[-300:]
         raise SandboxMissing(
-            f"{where}: bwrap cannot make one here ({ended.why or f'exit code {ended.code}'}: {said}). Allow user "
+            f"{where}: bwrap cannot make a sandbox ({ended.why or f'exit code {ended.code}'}: {said}). Allow user "
             "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or run where they are."
         )
 

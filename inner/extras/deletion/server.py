@@ -84,7 +84,7 @@ class TaskShelf:
         chosen = next((n for n in (index, seed) if n is not None), None)
         if not isinstance(chosen, int | None) or (index is not None and not 0 <= index < len(self.tasks)):
             raise ValueError(
-                f"index is a number from 0 to {len(self.tasks) - 1}, seed any whole number: {chosen!r:.80}"
+                f"index must be a number from 0 to {len(self.tasks) - 1}, and seed a whole number; found {chosen!r:.80}"
             )
         return self.tasks[(next(self._next) if chosen is None else chosen) % len(self.tasks)]
 

@@ -153,7 +153,7 @@ def _told(node: ast.stmt, known: set[str]) -> list[ast.stmt]:
         return [told for part in node.test.values for told in _told(ast.Assert(part), known)]
     sides = _sides(node)
     computed = [side for side in sides if not _is_data(side, known)]
-    if not computed:  # both sides read names only; the code may have changed their values
+    if not computed:  # both sides are names; the tested code may have changed their values
         computed = [side for side in sides if any(isinstance(n, ast.Name) for n in ast.walk(side))]
         computed = computed if len(computed) == 1 else []
     near = [ast.keyword("near", ast.Constant(True))] if any("approx" in ast.dump(side) for side in sides) else []

@@ -77,7 +77,7 @@ class FeatureDeletion:
         """
         text = self._text(path)
         if not isinstance(old, str) or not isinstance(new, str):
-            raise ValueError("old and new are strings")
+            raise ValueError("old and new must be strings")
         if (found := text.count(old) if old else 0) != 1:
             raise ValueError(f"the old text occurs {found} times in {path}; give one that occurs once")
         return self.write_file(path, text.replace(old, new))
@@ -112,7 +112,7 @@ class FeatureDeletion:
             program: the program's text
         """
         if not isinstance(program, str) or len(program) > MOST_TEXT:
-            raise ValueError(f"a program is a string of at most {MOST_TEXT} characters")
+            raise ValueError(f"a program must be a string of at most {MOST_TEXT} characters")
         self._programs.append(program)
         ended = run_sandboxed(self._files, program, TRYING, around=replace(self._task.around, beside={}))
         said = ended.output.decode(errors="replace")

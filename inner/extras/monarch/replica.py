@@ -72,11 +72,12 @@ class ReplicaActor(RoleActor):
         lost: an incarnation that the caller knows to be gone, although no failure was reported."""
         if lost and lost == self._incarnations[role]:
             self._returned_at = time.monotonic() + RETURNED_S
-            self._replace(role, "it left without a failure, with exit code 0 perhaps")
+            self._replace(role, "it left without a failure, perhaps with exit code 0")
         if self._incarnations[role] > self._plan.restarts + 1:
             raise InnerError(
                 f"the {role} was started {self._plan.restarts + 1} times, and ended each time; the last: "
-                f"{self._last_words[role]}. Next: look at what it printed above; if it says nothing, at memory."
+                f"{self._last_words[role]}. Look at what it printed above; if it printed nothing, its machine may have "
+                "too little memory."
             )
         return self._incarnations[role], self._actors[role]
 

@@ -148,7 +148,7 @@ class _Session:
         self._orders.put(None)
         self._thread.join()
 
-    # in the thread
+    # methods that the thread runs
 
     def _train(self) -> None:
         try:

@@ -149,7 +149,7 @@ class OpenEnv:
         try:
             reply = self._send_request("step", action)
         except (OSError, EOFError):
-            if self._sites is sites:  # else this call outlived inner.sampling.tool_timeout_s, and its episode
+            if self._sites is sites:  # else this call outlived inner.sampling.tool_timeout_s and its episode
                 self._lose_session()
                 self._broke = was_open and self._answers_at_once()
             return GONE
@@ -292,7 +292,7 @@ def openenv_environment(
 
     reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: for one answer"""
     if reward_is not in ("sum", "last"):
-        raise InnerError(f'reward_is = {reward_is!r}: it is "sum" (each step\'s own) or "last" (the total so far).')
+        raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}
     probe = type(name, (OpenEnv,), settings)()
     try:
@@ -412,9 +412,9 @@ def _open_socket(url: str | None, timeout_s: float) -> Any:
 def _server_url(url: str | None) -> str:
     found = url or os.environ.get(URL_ENV)
     if not found:
-        raise InnerError(f"where is the OpenEnv server? Give its URL, or set {URL_ENV}=http://host:port.")
+        raise InnerError(f"no URL of an OpenEnv server was given. Pass `url`, or set {URL_ENV}=http://host:port.")
     if not found.startswith(("http://", "https://")):
-        raise InnerError(f"{found!r} is not a URL of an OpenEnv server: it starts with http:// or https://.")
+        raise InnerError(f"{found!r} is not a URL of an OpenEnv server: it must start with http:// or https://.")
     return found.rstrip("/")
 
 

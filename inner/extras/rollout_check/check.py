@@ -61,15 +61,15 @@ class RolloutCheck:
         if not self.disagreement <= self.tolerance:
             found.append(
                 f"its log-probs are not the model's: exp|Δ| − 1 is {self.disagreement:.3f} in the median of "
-                f"{self.positions} positions, at most {self.tolerance:g} is believed (another model, precision or "
-                "temperature)"
+                f"{self.positions} positions, and at most {self.tolerance:g} is accepted (possible causes: another "
+                "model, precision or temperature)"
             )
         if not abs(self.surprise) <= self.sigmas and not self.chance > math.exp(-(self.sigmas**2) / 2):
             way = "likelier" if self.surprise < 0 else "less likely"
             found.append(
                 f"its tokens are {way} than draws from the model would be: {self.surprise:+.1f} standard deviations "
-                f"over {self.tokens} tokens, chance below {self.chance:.0e} (another temperature or model, truncated "
-                "sampling, or a choice among many)"
+                f"over {self.tokens} tokens, chance below {self.chance:.0e} (possible causes: another temperature or "
+                "model, truncated sampling, or a choice among many)"
             )
         return found
 
@@ -111,7 +111,7 @@ def check_rollouts(
         surplus += float((-logps - entropy).sum())
         variance += float(spread.sum())
     if not differences:
-        raise ValueError("there is no rollout to be checked")
+        raise ValueError("no rollout was given; give at least one")
     z = surplus / math.sqrt(max(variance, 1e-12))
     chance = 1.0
     if not abs(z) <= sigmas:

@@ -58,8 +58,8 @@ class ProofCheck:
             return []
         return [
             f"its hidden states are not the model's: in the worst of {self.proofs} proofs {self.mismatches:.0%} of the "
-            f"exponents differ (at most {self.most_mismatches:.0%} is believed) and mantissas by {self.mantissa:.1f} "
-            f"(at most {self.most_mantissa:g}): another model, precision, prompt or completion"
+            f"exponents differ (at most {self.most_mismatches:.0%} is accepted) and mantissas by {self.mantissa:.1f} "
+            f"(at most {self.most_mantissa:g}). Possible causes: another model, precision, prompt or completion"
         ]
 
 
@@ -127,7 +127,9 @@ def hidden_states(model: Any, prompt: Sequence[int], completion: Sequence[int]) 
 def _check_sizes(states: Sequence[Tensor]) -> None:
     width = states[0].shape[-1]
     if width < TOPK:
-        raise ValueError(f"the model has {width} hidden values for a token, and a proof takes the {TOPK} largest")
+        raise ValueError(
+            f"the model has {width} hidden values for a token, and a proof needs {TOPK}. Check it with check_rollouts"
+        )
     if not all(torch.isfinite(state).all() for state in states):
         raise ValueError("a hidden state is not a finite number: nothing can be proved of it")
 

@@ -69,7 +69,7 @@ def attach_composer_fields(data: Any, *, teacher_logprobs: Tensor, error_mask: T
     fields = {TEACHER: teacher_logprobs, MASK: error_mask}
     shape = data.batch[RESPONSES].shape
     if wrong := {name: tuple(t.shape) for name, t in fields.items() if t.shape != shape}:
-        raise ValueError(f"{wrong} do not fit response_mask, {tuple(shape)}: one number for each response token")
+        raise ValueError(f"{wrong} do not fit response_mask, {tuple(shape)}: pass one number per response token")
     for name, tensor in fields.items():
         data.batch[name] = tensor
     bound = {name: data.batch[name].detach() for name in (TEACHER, MASK, OLD)}
@@ -100,7 +100,7 @@ def grpo_composer(
     )
     alpha = float(settings.get("alpha_sdpo", 0.0))
     if not 0 <= alpha < math.inf:
-        raise ValueError(f"algorithm.alpha_sdpo = {alpha}: the weight of the distillation is a number of at least 0")
+        raise ValueError(f"algorithm.alpha_sdpo = {alpha}: the weight of the distillation must be finite, 0 or more")
     if not alpha:
         return advantages, returns
     pull = _pull_of(_fields_of(response_mask, token_level_rewards, index, batch), response_mask)

@@ -63,11 +63,11 @@ def composer_fields(
     turns: (start, end) of each turn in the response.   scores: of each turn, by inner.ConsensusScore; None: no answer.
     """
     if hinted_ids and len(at) != response_length:
-        raise ValueError(f"at has {len(at)} places for {response_length} response tokens; it needs one for each")
+        raise ValueError(f"`at` has {len(at)} places for {response_length} response tokens; it needs one for each")
     if bad := [place for place in at if place != NOTHING and not 0 < place < len(hinted_ids)]:
         raise ValueError(
-            f"at names place {bad[0]} of {len(hinted_ids)} hinted ids; a scored token has one before it, so places go "
-            f"from 1 to {len(hinted_ids) - 1}, and {NOTHING} stands for no place"
+            f"`at` has the place {bad[0]}, and there are {len(hinted_ids)} hinted ids. A scored token needs one before "
+            f"it, so a place must be from 1 to {len(hinted_ids) - 1}, or {NOTHING} for no place"
         )
     if len(turns) != len(scores):
         raise ValueError(f"{len(turns)} turns have {len(scores)} scores; each turn needs one, or None")
@@ -88,7 +88,7 @@ def weights_in(algorithm: Mapping[str, Any]) -> tuple[float, float]:
         )
     for key, value in found.items():
         if not isinstance(value, int | float) or not isfinite(value) or value < 0:
-            raise ValueError(f"algorithm.{key} = {value!r}: it is the weight of a term, a number of at least 0")
+            raise ValueError(f"algorithm.{key} = {value!r}: the weight of a term must be a finite number, 0 or more")
     return float(found.get(WEIGHTS[0], 0.0)), float(found.get(WEIGHTS[1], 0.0))
 
 
@@ -183,7 +183,7 @@ class ComposerAdvantage:
 
     def _dp_size(self) -> int:
         workers = self.actor_rollout_wg
-        if "actor" not in workers._dispatch_info:  # as verl's _balance_batch asks
+        if "actor" not in workers._dispatch_info:  # the same question as in verl's _balance_batch
             workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
         return max(workers._dispatch_info["actor"]) + 1
 

@@ -86,7 +86,7 @@ def get_block(url: str, out: memoryview) -> None:
             got += count
         length = answer.headers.get("Content-Length")
         if answer.read(1) or (length is not None and got != int(length)):
-            raise StoreUnclear(f"a block of a Modal volume has {length} bytes, {got} came and {len(out)} were expected")
+            raise StoreUnclear(f"Modal sent {got} bytes of a block: {length} were announced, {len(out)} expected")
         out[got:] = bytes(len(out) - got)
 
     _send_request(urllib.request.Request(url), "read a block from", fill_out)

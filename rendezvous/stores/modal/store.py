@@ -76,7 +76,7 @@ class ModalStore:
 
     def create(self, key: str, body: Buffer) -> None:
         if body_bytes(body) > INLINE:
-            raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// a register has at most {INLINE}")
+            raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// it may have at most {INLINE}")
         if not self._write_entry(key, REGISTER + bytes(body), if_absent=True):
             raise KeyExists(f"{self._place}/{key} exists")
 
@@ -194,9 +194,9 @@ def parse_url(url: str) -> tuple[str, str, str]:
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise ValueError(f"{url}: a name is 1 to 64 letters, digits, '.', '_' or '-', as in modal://my-runs/first")
+        raise ValueError(f"{url}: a name must be 1 to 64 letters, digits, '.', '_' or '-', as in modal://runs/first")
     if unknown := set(options) - {"environment"}:
-        raise ValueError(f"{url}: modal:// knows ?environment=…, not {', '.join(sorted(unknown))}")
+        raise ValueError(f"{url}: the only option is ?environment=…. Leave out {', '.join(sorted(unknown))}")
     prefix = prefix.strip("/")
     if prefix:
         plain_key(prefix)
