@@ -108,8 +108,9 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "diverged": EventKind(
         LOSS, "The replica's weights had another digest than the run's. It ended, and its next session heals.",
-        "the next session heals from the bucket; if it comes again: diloco doctor",
+        "the next session heals from the bucket; if it comes again on that machine, use another one",
     ),
+    "outdated": EventKind(LOSS, "An object that the session needed was deleted (fleet.keep). Its next session heals."),
     "bad_delta": EventKind(
         LOSS, "The replica's own pseudogradient held NaN or infinity. It ended, and its next session heals.",
         "a smaller inner.lr, or float32 weights, if it comes again",
@@ -144,11 +145,9 @@ KINDS: Mapping[str, EventKind] = {
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
         "a later session holds its slot; nothing to do",
     ),
-    "fenced_off": EventKind(
-        NEWS, "The supervisor closed a slot to a launch that does not end, so that its work does not count."
-    ),
+    "fenced_off": EventKind(NEWS, "The supervisor closed a slot to a launch that does not end. Its work does not count."),
     "draining": EventKind(
-        NEWS, "A replica was asked to finish its round and leave.", "diloco scale or resume brings it back"
+        NEWS, "A replica was asked to offer its work and leave.", "diloco scale or resume brings it back"
     ),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
@@ -215,8 +214,7 @@ MARKED = kinds_of(WARNING, LOSS)
 ON_PAGE = kinds_of(WARNING, LOSS, NEWS, DETAIL)
 
 # The last event of a session that ended; and the events of a supervisor for a launch that ended.
-SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")
-SESSION_FAULTS = ("collected", "bad_delta", "refused")  # emitted before its last heartbeat
+SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "outdated", "bad_delta", "refused", "crashed", "hung")
 LAUNCH_ENDS = ("killed", "lost", "ended")
 
 

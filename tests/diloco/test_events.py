@@ -3,11 +3,17 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
-from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SESSION_FAULTS, SHOWN, WARNINGS
+from diloco.audit.explain import _is_end
+from diloco.audit.step_facts import NOTED
+from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
 from diloco.process.journal import Journal
+from diloco.replica.replica import _end_session
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import BAD_ENDS
 from diloco.views.page.data import page_data
@@ -18,7 +24,10 @@ from executors.supervision.money import bills
 from executors.supervision.notices import messages
 from executors.supervision.notices.messages import all_troubles
 from executors.supervision.slots import launches
+from rendezvous import errors
 from rendezvous.clock import SystemClock
+from rendezvous.keeping.garbage import Collected
+from rendezvous.records.records import WireError
 from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_report import T0, Bucket, killed_and_replaced
 
@@ -73,7 +82,7 @@ def test_every_kind_that_a_reader_asks_for_is_in_the_table() -> None:
         for s in (a.value for a in call.args if isinstance(a, ast.Constant))
     }
     asked |= {*bills.BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *messages.SETTLES}
-    asked |= {*messages.ABOUT, *messages.REASONS, *LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
+    asked |= {*messages.ABOUT, *messages.REASONS, *LAUNCH_ENDS, *SESSION_ENDS}
     assert asked - set(KINDS) == set()
 
 
@@ -87,7 +96,42 @@ def test_the_levels_are_nested_and_each_kind_is_explained() -> None:
         ON_PAGE
     )
     assert all(about.text.endswith(".") and not about.advice.endswith(".") for about in KINDS.values())
-    assert set(BAD_ENDS) == {"killed", "lost", "crashed", "diverged", "gave up", "hung"}
+    bad = {"killed", "lost", "crashed", "diverged", "outdated", "bad delta", "refused", "gave up", "hung"}
+    assert set(BAD_ENDS) == bad
+
+
+ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.RendezvousError)]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, Collected, WireError], ids=lambda cls: cls.__name__)
+def test_each_error_of_the_rendezvous_ends_its_session_by_a_kind_of_session_ends(error: type[Exception]) -> None:
+    told: list[str] = []
+    quiet = SimpleNamespace(emit=lambda kind, **_: told.append(kind), end=lambda: None, rv=MagicMock())
+    _end_session(cast(Any, quiet), cast(Any, error.__new__(error)))
+    (kind,) = told
+    assert kind in SESSION_ENDS
+    assert kind == "outdated" or error is not Collected
+
+
+@pytest.mark.parametrize("kind", ["outdated", "collected"])  # logs before 2026-11-28 have "collected" with a text
+def test_a_session_whose_object_was_deleted_has_an_end_and_a_garbage_collection_is_none(kind: str) -> None:
+    b = Bucket()
+    for slot in ("r00", "r01"):
+        b.claim(slot, 1, 0.5)
+    b.tell("r00", 1, 5.0, kind, step=3, text="step 3 cannot be read any more")
+    b.tell("r00", 1, 4.0, "collected", blobs=3, below=3, deltas_from=3, means_from=3, snapshots=[0, 4])
+    b.tell("r01", 1, 5.0, "collected", blobs=3, below=3, deltas_from=3, means_from=3, snapshots=[0, 4])
+    report = read_report(b.store)
+    said = [(session.how, session.said) for session in report.sessions]
+    assert said == [("outdated", "step 3 cannot be read any more"), ("running", "")]
+    assert len(report.of_kind("collected")) == 2
+    assert any("step 3 cannot be read" in line for line in status_table(report, T0 + 6, 200))
+
+
+def test_the_catalogues_of_readers_come_from_the_table() -> None:
+    ends = {*LAUNCH_ENDS, *SESSION_ENDS}
+    assert all(_is_end({"event": kind}) == (kind in ends) for kind in KINDS)
+    assert {*WARNINGS, *ends, "caught_up"} == NOTED
 
 
 # -------------------------------------------------------------------- in every view

@@ -158,9 +158,11 @@ def test_four_fifths_of_a_budget_are_told() -> None:
 
 def test_a_replica_that_diverged_is_told_until_its_slot_is_counted_again() -> None:
     run = Planted(6)
-    run.tell("r01", 1, 601.0, "diverged", step=6, text="the loss is nan")
+    run.tell("r01", 1, 601.0, "diverged", step=6, text="θ of fragment 0 has another digest")
     seen = found_in(run.report())["diverged"]
-    assert seen.slot == "r01" and "the loss is nan" in seen.text and "inner.lr" in seen.advice
+    assert seen.slot == "r01" and "θ of fragment 0" in seen.text
+    assert "other weights than the run" in seen.text and "NaN" not in seen.text
+    assert "another machine" in seen.advice and "inner.lr" not in seen.advice
     run.step(6)
     assert kinds(run) == []
 
@@ -174,6 +176,7 @@ def test_a_pseudogradient_that_is_no_number_is_told(who: str) -> None:
         run.tell("r00", 1, 601.0, "poisoned", step=6, blob=layout.delta_blob(6, "r01", 1, "n"), text="NaN")
     seen = [t for t in find_troubles(run.report(), T0 + 602) if t.kind == "diverged"]
     assert [t.slot for t in seen] == ["r01"]
+    assert "NaN or infinity" in seen[0].text and "inner.lr" in seen[0].advice
 
 
 def test_a_gated_replica_is_told_for_ten_outer_steps() -> None:
