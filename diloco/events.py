@@ -145,7 +145,7 @@ KINDS: Mapping[str, EventKind] = {
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
         "a later session holds its slot; nothing to do",
     ),
-    "fenced_off": EventKind(NEWS, "The supervisor closed a slot to a launch that does not end. Its work does not count."),
+    "fenced_off": EventKind(NEWS, "A supervisor closed a slot to a launch that did not end: its work does not count."),
     "draining": EventKind(
         NEWS, "A replica was asked to offer its work and leave.", "diloco scale or resume brings it back"
     ),

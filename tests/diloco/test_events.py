@@ -17,12 +17,13 @@ from diloco.replica.replica import _end_session
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import BAD_ENDS
 from diloco.views.page.data import page_data
+from diloco.views.troubles import DETECTORS
 from executors.cli.looking.lines import Lines
 from executors.cli.looking.status import status_dict, status_table
 from executors.cli.watch.words import event_lines
 from executors.supervision.money import bills
 from executors.supervision.notices import messages
-from executors.supervision.notices.messages import all_troubles
+from executors.supervision.notices.messages import all_troubles, message_lines
 from executors.supervision.slots import launches
 from rendezvous import errors
 from rendezvous.clock import SystemClock
@@ -177,6 +178,24 @@ def test_it_is_a_trouble_for_status_json_and_alerts(run: Bucket, kind: str) -> N
     (found,) = [t for t in all_troubles(report, now) if t.kind == expected]
     assert "steps/000003/" in found.text and found.advice
     assert expected in {t["kind"] for t in status_dict(report, now)["troubles"]}
+
+
+def test_all_troubles_are_told_the_most_urgent_first() -> None:
+    b = killed_and_replaced()
+    b.tell("supervisor", 1, 90.5, "alert_failed", host="hooks.example.com", text="it answered 500")
+    b.tell("r01", 2, 90.5, "forged", **WRITTEN["forged"])
+    b.tell("r01", 2, 90.6, "bad_offer", **WRITTEN["bad_offer"])
+    b.tell("r01", 2, 90.7, "bad_delta", step=5, text="1 of 2 elements are not finite")
+    report, now = read_report(b.store), T0 + 91
+    assert [t.kind for t in all_troubles(report, now)] == ["diverged", "forged", "alerts_failed", "bad_records"]
+    lines = [line for line in message_lines(report, now) if "docs/troubles.md" in line or "alerts do not" in line]
+    kinds = ["#diverged", "#forged", "alerts do not reach", "#bad_records"]
+    assert [kind in line for kind, line in zip(kinds, lines, strict=True)] == [True] * 4
+
+
+def test_the_most_urgent_kinds_are_kinds_of_troubles() -> None:
+    assert set(messages.MOST_URGENT) <= {*DETECTORS, *messages.HOST_DETECTORS}
+    assert set(messages.HOST_DETECTORS) <= set(messages.MOST_URGENT)
 
 
 def test_a_pseudogradient_of_our_own_session_is_told_once_as_diverged() -> None:
