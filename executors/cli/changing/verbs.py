@@ -33,7 +33,7 @@ def add_verbs(verbs: Any) -> None:
     value(scale, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     value(scale, "--actors", "A", "actors to keep, at the places that the run has for them", type="natural")
     flag(scale, "--yes", "-y", help="do not ask whether the price is right")
-    text = "let one replica finish its round and leave (`scale` and `resume` undo it)"
+    text = "let one replica end its inner step, offer its work and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
     offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
     stop = add_run_verb(verbs, "stop", "end every replica of a run, and prove it", _stop)
