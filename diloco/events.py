@@ -89,6 +89,13 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "The process reward gave no scores for a batch. The batch is learned from by its rewards alone.",
         "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
     ),
+    "actor_given_up": EventKind(
+        WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
+        "diloco logs RUN a00 has its last lines; diloco resume tries again",
+    ),
+    "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
+    "rollouts_doubted": EventKind(WARNING, "An actor's rollouts failed the check; others were made.", "stop it"),
+    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     # ---------------------------------------------------------------- a session, a launch or a request is lost
     "killed": EventKind(
         LOSS, "A signal ended the process without notice. At most its work since its last upload is lost.",
@@ -146,9 +153,7 @@ KINDS: Mapping[str, EventKind] = {
         "a later session holds its slot; nothing to do",
     ),
     "fenced_off": EventKind(NEWS, "A supervisor closed a slot to a launch that did not end: its work does not count."),
-    "draining": EventKind(
-        NEWS, "A replica was asked to offer its work and leave.", "diloco scale or resume brings it back"
-    ),
+    "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
     # ---------------------------------------------------------------- for readers who look closely
@@ -165,15 +170,6 @@ KINDS: Mapping[str, EventKind] = {
     "offer_lost": EventKind(DETAIL, "An earlier session's offer of this slot counts for the step; this one does not."),
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
-    "actor_given_up": EventKind(
-        WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
-        "diloco logs RUN a00 has its last lines; diloco resume tries again",
-    ),
-    "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
-    "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
-    "rollouts_doubted": EventKind(WARNING, "An actor's rollouts failed the check; others were made.", "stop it"),
-    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The last session's leave file is damaged: codec and moments start at 0."),
@@ -195,6 +191,8 @@ KINDS: Mapping[str, EventKind] = {
     "alerted": EventKind(DETAIL, "The webhook took an alert."),
     "alert_failed": EventKind(DETAIL, "An alert did not reach the webhook."),
     # ---------------------------------------------------------------- numbers for curves and bills
+    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
+    "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
@@ -215,6 +213,7 @@ ON_PAGE = kinds_of(WARNING, LOSS, NEWS, DETAIL)
 
 # The last event of a session that ended; and the events of a supervisor for a launch that ended.
 SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "outdated", "bad_delta", "refused", "crashed", "hung")
+LAUNCH_BEGINS = ("launched", "found")
 LAUNCH_ENDS = ("killed", "lost", "ended")
 
 

@@ -42,7 +42,7 @@ class Rules:
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
-    shard_from: bytes of a body from which on three or more replicas reduce it in shards.
+    shard_from: the least bytes of a body that three or more replicas reduce in shards.
     shard_elements: the least number of elements in a shard; each shard of a body has a digest.
     announce: whether the closer of a step without shards writes the mean to the store, for later readers.
     """

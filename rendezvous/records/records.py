@@ -354,7 +354,7 @@ class Weights(Record):
 
 @dataclass(frozen=True)
 class Leave(Record):
-    """A generation's leave record: its replica left in order.
+    """The leave record of a generation: its replica left with notice.
 
     residual: key of the file with its codec's residuals, for the next generation alone ("": none, or no time).
     """

@@ -11,7 +11,7 @@ import pytest
 
 from diloco.audit.explain import _is_end
 from diloco.audit.step_facts import NOTED
-from diloco.events import DATA, KINDS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
+from diloco.events import DATA, KINDS, LAUNCH_BEGINS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
 from diloco.process.journal import Journal
 from diloco.replica.replica import _end_session
 from diloco.runlog.reader import read_report
@@ -82,7 +82,7 @@ def test_every_kind_that_a_reader_asks_for_is_in_the_table() -> None:
         if isinstance(call, ast.Call) and name_of(call) == "of_kind"
         for s in (a.value for a in call.args if isinstance(a, ast.Constant))
     }
-    asked |= {*bills.BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *messages.SETTLES}
+    asked |= {*LAUNCH_BEGINS, *bills.ENDS, *bills.WAITS, *launches.BEGUN, *messages.SETTLES}
     asked |= {*messages.ABOUT, *messages.REASONS, *LAUNCH_ENDS, *SESSION_ENDS}
     assert asked - set(KINDS) == set()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from diloco.events import LAUNCH_BEGINS
 from diloco.process.journal import read_log
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
@@ -113,7 +114,7 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> OpenLog:
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
     """Return the launch of the session from the log; None if it is unknown."""
-    launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
+    launches = (handle_in(e, report.url) for e in report.of_kind(*LAUNCH_BEGINS) if e["slot"] == session.slot)
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
 

@@ -159,7 +159,7 @@ class ModalExecutor(Executor):
         timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
         try:
             known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
-        except Exception as error:  # of the connection or the service, or a missing function
+        except Exception as error:  # the connection or the service failed, or the function does not exist
             self._apps.doubt(spec.run)
             if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)

@@ -21,22 +21,22 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco.events import WARNINGS, event_text
+from diloco.events import LAUNCH_BEGINS, LAUNCH_ENDS, WARNINGS, event_text
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.summary import solo_words
 from diloco.units import dollars, duration
 from diloco.views.overview import silent_s
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
-from executors.supervision.money.bills import costs
+from executors.supervision.money.bills import ENDS, costs
 from executors.supervision.outage import open_outages
 from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
 
 MOST_LINES = 8
-SETTLES = ("launched", "found", "lost", "ended")
+SETTLES = (*LAUNCH_BEGINS, *ENDS)
 AFTER_S = 120.0  # seconds for a supervisor's look, a pause before the second start, and the check of the budget
-ABOUT = ("launched", "found", "lost", "ended", "killed")
+ABOUT = (*LAUNCH_BEGINS, *LAUNCH_ENDS)
 REASONS = ("refused", "platform_silent")
 LEAST = 64 << 10  # free bytes; with fewer, not even heartbeats and logs can be written reliably
 
