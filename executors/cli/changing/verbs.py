@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import opened, present_url, reach_store
 from executors.cli.options import SLOTS, add_run_verb, again, flag, offer, value
 from executors.platforms import EXECUTORS
@@ -51,7 +51,7 @@ def _scale(args: Namespace, run: "Run") -> Answer:
     from executors.preflight.quote import spent_so_far
 
     offer = scale.growth_quote(run, args.replicas, args.min_replicas, args.actors, spent_so_far(run.url))
-    if offer is not None and not is_agreed(offer, args.yes):
+    if offer is not None and not agree_on_price(offer, args.yes):
         return Answer(code=DECLINED)
     lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas, args.actors)
     return Answer({"run": run.url, "replicas": args.replicas, "messages": lines}, lines)
