@@ -44,9 +44,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It does not count.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
-    "bad_offer": EventKind(
-        WARNING, "An offer's record is not valid, so it was ignored.", "l shows that replica's log; diloco explain",
-    ),
+    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "l shows its log; diloco explain"),
     "bad_blob": EventKind(
         WARNING, "An upload had another digest than its record names. It was not used; replicas agree on that.",
         "it is read again; diloco verify says whether it stays bad",
@@ -149,8 +147,7 @@ KINDS: Mapping[str, EventKind] = {
     "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
     "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
-        NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
-        "a later session holds its slot; nothing to do",
+        NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"
     ),
     "fenced_off": EventKind(NEWS, "A supervisor closed a slot to a launch that did not end: its work does not count."),
     "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),

@@ -62,8 +62,8 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Whether a live replica scores held-out prompts, by its note.  If it hangs, its watchdog ends it."""
-    return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
+    """Whether a live replica scores held-out prompts, by its heartbeat.  If it hangs, its watchdog ends it."""
+    return any(b.evaluates and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
 def _evaluated_s(report: Report) -> float:

@@ -93,9 +93,7 @@ def test_a_run_that_warms_up_was_stopped_is_done_or_evaluates_does_not_stall() -
     assert kinds(Planted(3), 1e4) == []
     run = Planted(6)
     now = T0 + 6 * GAP_S + 1e4
-    run.store.put(
-        layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, note="evaluates θ_6: 3 of 9").encode()
-    )
+    run.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, evaluates=True).encode())
     assert kinds(run, 1e4) == []
     run.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, note="waits for r01").encode())
     assert "1 of 2 replicas beat; r00: waits for r01" in found_in(run.report(), 1e4)["stalled"].text
