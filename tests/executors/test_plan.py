@@ -166,6 +166,13 @@ def test_the_page_has_each_exit_code_and_the_two_limits() -> None:
     assert "Three crashes in a row" in PAGE and Limits().failures == 3
 
 
+def test_the_page_has_the_pauses_after_a_reward_that_failed() -> None:
+    limits = Limits()
+    *first, last = [f"{limits.reward_pause(n) / 60:.0f}" for n in range(1, limits.reward_failures)]
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    assert f"the supervisor waits {', '.join(first)} and {last} minutes before the restarts" in page
+
+
 def test_a_drain_waits_as_long_as_the_page_says() -> None:
     page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
     assert f"`drain` waits as long, and at least {Limits().drain_s:.0f} s" in page
