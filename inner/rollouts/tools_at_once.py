@@ -7,7 +7,7 @@ TRL's loop calls tools rollout by rollout.  Here the first call of a turn starts
 later call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
 rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
 
-A call without an answer after `limit_s` seconds is an error of its rollout.  Later calls of that rollout fail at once,
+A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
 because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead.
 A tool that calls sys.exit() has made an error, in the serial loop, too.
 

@@ -28,7 +28,7 @@ class Task:
     hint: Hint | None  # None: use the templates of inner.channels.hints
     pairs: Path | None = None  # for the replay channel
     process: ProcessReward | None = None
-    turn: Any = None  # alternates between the user's environment and the model (inner/usercode/apart.py)
+    turn: Any = None  # of the user's environment and the model (inner/usercode/apart.py)
 
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:
