@@ -44,9 +44,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It does not count.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
-    "bad_offer": EventKind(
-        WARNING, "An offer's record is not valid, so it was ignored.", "l shows that replica's log; diloco explain",
-    ),
+    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "l shows its log; diloco explain"),
     "bad_blob": EventKind(
         WARNING, "An upload had another digest than its record names. It was not used; replicas agree on that.",
         "it is read again; diloco verify says whether it stays bad",
@@ -89,6 +87,13 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "The process reward gave no scores for a batch. The batch is learned from by its rewards alone.",
         "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
     ),
+    "actor_given_up": EventKind(
+        WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
+        "diloco logs RUN a00 has its last lines; diloco resume tries again",
+    ),
+    "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
+    "rollouts_doubted": EventKind(WARNING, "An actor's rollouts failed the check; others were made.", "stop it"),
+    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     # ---------------------------------------------------------------- a session, a launch or a request is lost
     "killed": EventKind(
         LOSS, "A signal ended the process without notice. At most its work since its last upload is lost.",
@@ -108,8 +113,9 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "diverged": EventKind(
         LOSS, "The replica's weights had another digest than the run's. It ended, and its next session heals.",
-        "the next session heals from the bucket; if it comes again: diloco doctor",
+        "the next session heals from the bucket; if it comes again on that machine, use another one",
     ),
+    "outdated": EventKind(LOSS, "An object that the session needed was deleted (fleet.keep). Its next session heals."),
     "bad_delta": EventKind(
         LOSS, "The replica's own pseudogradient held NaN or infinity. It ended, and its next session heals.",
         "a smaller inner.lr, or float32 weights, if it comes again",
@@ -141,15 +147,10 @@ KINDS: Mapping[str, EventKind] = {
     "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
     "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
-        NEWS, "A newer session holds its slot. Later uploads of this session are ignored.",
-        "a later session holds its slot; nothing to do",
+        NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"
     ),
-    "fenced_off": EventKind(
-        NEWS, "The supervisor closed a slot to a launch that does not end, so that its work does not count."
-    ),
-    "draining": EventKind(
-        NEWS, "A replica was asked to finish its round and leave.", "diloco scale or resume brings it back"
-    ),
+    "fenced_off": EventKind(NEWS, "A supervisor closed a slot to a launch that did not end: its work does not count."),
+    "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
     # ---------------------------------------------------------------- for readers who look closely
@@ -166,15 +167,6 @@ KINDS: Mapping[str, EventKind] = {
     "offer_lost": EventKind(DETAIL, "An earlier session's offer of this slot counts for the step; this one does not."),
     "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
-    "actor_given_up": EventKind(
-        WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
-        "diloco logs RUN a00 has its last lines; diloco resume tries again",
-    ),
-    "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
-    "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
-    "rollouts_doubted": EventKind(WARNING, "An actor's rollouts failed the check; others were made.", "stop it"),
-    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The last session's leave file is damaged: codec and moments start at 0."),
@@ -196,6 +188,8 @@ KINDS: Mapping[str, EventKind] = {
     "alerted": EventKind(DETAIL, "The webhook took an alert."),
     "alert_failed": EventKind(DETAIL, "An alert did not reach the webhook."),
     # ---------------------------------------------------------------- numbers for curves and bills
+    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
+    "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
@@ -215,8 +209,8 @@ MARKED = kinds_of(WARNING, LOSS)
 ON_PAGE = kinds_of(WARNING, LOSS, NEWS, DETAIL)
 
 # The last event of a session that ended; and the events of a supervisor for a launch that ended.
-SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "crashed", "hung")
-SESSION_FAULTS = ("collected", "bad_delta", "refused")  # emitted before its last heartbeat
+SESSION_ENDS = ("left", "fenced", "gave_up", "diverged", "outdated", "bad_delta", "refused", "crashed", "hung")
+LAUNCH_BEGINS = ("launched", "found")
 LAUNCH_ENDS = ("killed", "lost", "ended")
 
 

@@ -1,4 +1,4 @@
-"""Unique names for processes: no other machine, container, boot or later process has the same name.
+"""Unique names for processes.  No other machine, container, boot or later process has the same name.
 
     laptop~5f0c3a9d1e27      the hostname, and a digest of boot id and PID namespace: containers and clones differ
     4711, 123456             the pid, and its start in clock ticks since boot: a reused pid has another start

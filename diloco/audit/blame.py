@@ -110,7 +110,7 @@ def blame(run: Run, first: int, last: int, metric: Metric | None, by: str = REPL
 
     Raises ConfigError for steps that are not in order, were deleted or are not taken yet."""
     if first >= last:
-        raise ConfigError(f"from θ_{first} to θ_{last} there is no outer step. --to must be above --from")
+        raise ConfigError(f"there is no outer step from θ_{first} to θ_{last}. --to must be above --from")
     record = model_record(run)
     _, end = state_at(run, record, last)
     _, start = state_at(run, record, first)

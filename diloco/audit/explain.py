@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from diloco.audit.step_facts import COUNTED, FENCED, FOREIGN, LATE, LOST, NONE, OPEN, SPARE, OfferFacts, StepFacts
+from diloco.events import LAUNCH_ENDS, SESSION_ENDS
 from diloco.runlog.sessions import observed_words, own_words
 from diloco.units import duration
 from rendezvous.agreement.rules import patience_s
@@ -184,7 +185,7 @@ def _generation_before(facts: StepFacts, slot: str) -> int:
 
 
 def _is_end(event: dict[str, Any]) -> bool:
-    return event["event"] in ("killed", "lost", "ended", "crashed", "hung", "gave_up", "diverged")
+    return event["event"] in (*LAUNCH_ENDS, *SESSION_ENDS)
 
 
 def _late_lines(facts: StepFacts) -> Iterator[str]:

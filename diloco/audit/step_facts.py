@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco.events import LAUNCH_ENDS, SESSION_ENDS, SESSION_FAULTS, WARNINGS
+from diloco.events import LAUNCH_ENDS, SESSION_ENDS, WARNINGS
 from diloco.model.contributions import read_contributions, read_mean
 from diloco.model.export import model_record, state_at
 from diloco.outer.optimizer import OuterState
@@ -41,7 +41,7 @@ COUNTED, LATE, OPEN, LOST, FENCED, FOREIGN, SPARE, NONE = (
     "counted", "counted late", "may still be counted", "lost", "fenced", "from another θ", "a spare", "no offer",
 )  # fmt: skip
 ABOUT_A_STEP = WARNINGS | {"caught_up"}
-NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS, *SESSION_FAULTS}
+NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS}
 
 
 @dataclass(frozen=True)

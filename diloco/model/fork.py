@@ -96,7 +96,7 @@ def _refuse_unfit(origin: Run, config: RunConfig) -> None:
 def _refuse_other(url: str, setting: str, there: Any, here: Any) -> None:
     if there != here:
         raise ConfigError(
-            f"{url} has {setting} = {there!r}, this config {here!r}. --from copies the outer state of that run, so "
+            f"{url} has {setting} = {there!r}, and this config has {here!r}. --from copies that run's outer state, so "
             f"{setting} must be the same. To take only the weights: "
             f"`diloco export {shlex.quote(url)} --to DIR`, and inner.model = DIR"
         )

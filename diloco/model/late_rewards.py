@@ -56,7 +56,7 @@ def give_reward(run: Run, clock: Clock, rollout: str, value: float, name: str) -
     stands = LateReward.decode(put_once(store, clock, made.key(bundle), made.encode())[1])
     if stands.value != made.value:
         raise ConfigError(
-            f"{name} has given {stands.value:g} to {rollout} before, and that stands. Give the new one under another "
+            f"{name} has already given {stands.value:g} to {rollout}. The first reward of a name is final. Use another "
             f"name: --name {name}_2"
         )
     return stands

@@ -133,7 +133,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     parameters = trainable_parameters(model)
     if complex_ := [n for n, p in parameters if p.is_complex()]:
         raise OuterError(
-            f"{_names_of(complex_)} hold complex numbers, of which an fp32 vector keeps the real part only. Store them "
+            f"{_names_of(complex_)} hold complex numbers. An fp32 vector keeps only the real part. Store them "
             "as two real parameters (torch.view_as_real), or freeze them"
         )
     if half := [n for n, p in parameters if p.dtype == torch.float16]:

@@ -6,7 +6,7 @@ Any other end (a signal, …) is a crash: start the slot again.
 DONE = 0  # the run has all its outer steps
 CRASHED = 1  # an unexpected error, also in its heartbeat's thread
 USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
-FENCED = 3  # another process holds this slot; do not start again
+FENCED = 3  # another process holds this slot; start again only when that one is silent
 LEFT = 4  # asked to leave; its work is durable
 DIVERGED = 5  # its θ was not the commits' θ, or an object that it needed was deleted; starting again heals
 BAD_DELTA = 6  # its pseudogradient was not finite and was not offered; starting again heals

@@ -143,6 +143,8 @@ def event_of(line: str) -> dict[str, Any] | None:
         if not isinstance(raw, dict):
             return None
         event = {k: v for k, v in raw.items() if is_reckonable(v)}
+        if event.get("event") == "collected" and "text" in event:  # a session's end, in logs before 2026-11-28
+            event["event"] = "outdated"
         from_json(Event, event)
         if event["event"] == "step":
             _check_numbers(event)

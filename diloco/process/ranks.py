@@ -191,7 +191,7 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
     """Be a rank, from its first line to its end. Its last words go to rank 0."""
     os.environ.update(environment)
     _leader.append(pipe)
-    hear_asking(lambda: None)  # its programs end as usual: with SIG_IGN they would ignore these signals, too
+    hear_asking(lambda: None)  # no SIG_IGN: programs that this rank starts would inherit it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = exitcodes.CRASHED
     try:

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # the most checked rollouts of a bundle and tokens of a turn: the cost has a bound
-POSITIONS = 1 << 20  # the median is over all positions; over 32, one of 20 bundles of an 8-bit engine was doubted
-SIGMAS = 5.0  # limit of the surprise, in standard deviations
+POSITIONS = 1 << 20  # all: over the check's own 32, one honest 8-bit bundle of 20 was doubted
+SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
 SHOWN = 2000  # characters of the reasons in a verdict
 
 

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from diloco.process.session import Session
 from diloco.run.config import derive_seed
 from diloco.run.sections import EvalConfig
-from rendezvous.agreement.rules import EVALUATES
 
 Row = dict[str, Any]
 Sums = dict[str, list[float]]  # name -> [prompts, Σ of their means, Σ of the squares]
@@ -75,7 +74,8 @@ class Evaluator:
         began = clock.now()
         mine = self._rows[share[0] :: share[1]]
         scored, found = self._score_share(step, mine)
-        self._session.rv.members.status.note = ""
+        status = self._session.rv.members.status
+        status.note, status.evaluates = "", False
         if not scored:
             return
         self._session.emit(
@@ -88,7 +88,8 @@ class Evaluator:
         """Return how many rows were scored before this replica had to stop, and their sums by kind."""
 
         def may_go_on(scored: int) -> bool:
-            self._session.rv.members.status.note = f"{EVALUATES}θ_{step}: {scored} of {len(rows)} prompts"
+            status = self._session.rv.members.status
+            status.note, status.evaluates = f"evaluates θ_{step}: {scored} of {len(rows)} prompts", True
             self._session.watchdog.resume()
             return not self._must_go()
 

@@ -445,7 +445,7 @@ def _end_session(session: Session, error: RendezvousError) -> int:
         (Leaving, exitcodes.LEFT, "left"),
         (Fenced, exitcodes.FENCED, "fenced"),
         (Diverged, exitcodes.DIVERGED, "diverged"),
-        (Collected, exitcodes.DIVERGED, "collected"),
+        (Collected, exitcodes.DIVERGED, "outdated"),
         (GaveUp, exitcodes.GAVE_UP, "gave_up"),
         (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
         (WrongRun, exitcodes.USER_ERROR, "refused"),

@@ -101,7 +101,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
 
 
 def makes_anew(run: "Run", slot: str, generation: int) -> bool:
-    """Whether this session passes over the bundles of others: UNLUCKY sessions ended before it without counted work."""
+    """Whether this session ignores bundles of others: the UNLUCKY sessions before it ended without counted work."""
     if generation <= UNLUCKY:
         return False
     offers = read_offers(run.store, first_open_step(run.store), together_on(run.store))
@@ -149,8 +149,8 @@ class BucketPlaces:
     """The Places (inner/rollouts/recorded.py) of one slot.
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
-    staleness: outer steps by which an actor's bundle may be older.   actor: the name of an actor that puts.
-    anew: whether the bundles of all others are passed over.
+    staleness: outer steps by which an actor's bundle may be older.   anew: whether to ignore bundles of all others.
+    actor: the name of the actor that stores bundles here; "" for a replica.
     after_put: called when a place has its bundle.   door: decides which bundles of actors are used; None: all.
     """
 

@@ -36,7 +36,7 @@ FINISHED = set[str]()  # the URLs of runs that a DiLoCoCallback of this process 
 def open_session(
     run: str | Store, slot: str, clock: Clock, desired: Mapping[str, int | None], **settings: Any
 ) -> Session:
-    """Return the session of a program's replica.   slot: r00, r01, … or AUTO.
+    """Open the session of a program's replica, and found the run if it is new.   slot: r00, r01, … or AUTO.
 
     desired: replicas, min_replicas and steps of a new run.   settings: of Session, unless `diloco launch` set them.
     """

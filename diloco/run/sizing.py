@@ -29,7 +29,7 @@ BUILT_IN = {"tiny": 99_200, "toolworld": 97_984}  # parameters
 TOKENS = 4096
 FLOP_S = 50e12
 LEAST_INNER_S = 0.1
-BLOB = 8 << 20  # at most so many bytes are timed
+BLOB = 8 << 20  # bytes of the upload that is timed, at most
 
 
 def codec_of(config: RunConfig, store: Store, clock: Clock, replicas: int) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, SESSION_FAULTS, kinds_of
+from diloco.events import LAUNCH_ENDS, LOSS, SESSION_ENDS, kinds_of
 from diloco.runlog.look import Owner
 from rendezvous.agreement.membership import launch_of
 
@@ -87,7 +87,7 @@ def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> 
         session.seen = observed_words(e) or session.seen
         return
     session = sessions.get((e["slot"], e["generation"]))
-    if session is not None and e["event"] in (*SESSION_ENDS, *SESSION_FAULTS):
+    if session is not None and e["event"] in SESSION_ENDS:
         session.said = own_words(e)
     if session is not None and e.get("device"):
         session.device = str(e["device"])
@@ -145,10 +145,10 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Join both reasons without a repetition."""
+    """Join the platform's reason and the session's own.  An own reason replaces the log line behind "; " in `seen`."""
     if not own:
         return seen
-    reason = seen.partition("; ")[0]  # the session's own reason is better than a line of its log
+    reason = seen.partition("; ")[0]
     return f"{reason}; {own}" if reason else own
 
 

@@ -93,7 +93,7 @@ class DiLoCoCallback(TrainerCallback):
     # ---------------------------------------------------------------- the trainer's events
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the trackers, before one of them starts a run."""
+        """Remove the trackers, except in r00, before one of them starts a run."""
         if self.run and self.slot != slot_name(0):
             speak_for_one(args, calling_trainer())
 

@@ -62,8 +62,8 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Whether a live replica scores held-out prompts, by its note.  If it hangs, its watchdog ends it."""
-    return any(b.note.startswith("evaluates ") and now - b.at <= silent_s(report.url) for b in report.beats.values())
+    """Whether a live replica scores held-out prompts, by its heartbeat.  If it hangs, its watchdog ends it."""
+    return any(b.evaluates and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
 def _evaluated_s(report: Report) -> float:
@@ -127,29 +127,33 @@ def budget(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find replicas whose loss, weights or pseudogradient were not finite, until a later commit counts their slot."""
+    """Find replicas with other weights than the run's, or with numbers that are not finite, until a later commit counts
+    their slot."""
     found = list[Trouble]()
     for slot in report.wanted.slot_names:
         sessions = [x for x in report.sessions if x.slot == slot]
-        bad = [(at, x) for x in sessions if (at := _no_number_at(report, x)) is not None]
-        if bad and not any(at > bad[-1][0] for x in sessions for _, at in x.commits):
+        bad = [(event, x) for x in sessions if (event := _newest_divergence(report, x)) is not None]
+        if bad and not any(at > bad[-1][0]["at"] for x in sessions for _, at in x.commits):
             found.append(_diverged_words(report, *bad[-1], times=len(bad)))
     return found
 
 
-def _no_number_at(report: Report, session: SessionSummary) -> float | None:
-    """Return the time of the last report of a NaN or infinity of this session, by itself or by others, or None."""
-    own = [e["at"] for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
-    sent = [e["at"] for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
-    return max([*own, *sent], default=None)
+def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any] | None:
+    """Return the newest event about wrong weights, a NaN or an infinity of this session, by itself or by others."""
+    own = [e for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
+    sent = [e for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
+    return max([*own, *sent], key=lambda e: e["at"], default=None)
 
 
-def _diverged_words(report: Report, at: float, session: SessionSummary, times: int) -> Trouble:
-    often = f", {times} times by now" if times > 1 else ""
-    text = f"{session.name} had a loss, weights or a pseudogradient that are not numbers (NaN or infinity){often}"
-    text += f": {session.why}" if session.why else ""
+def _diverged_words(report: Report, event: dict[str, Any], session: SessionSummary, times: int) -> Trouble:
+    fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity)"
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
-    return trouble("diverged", text, advice, step=_step_of(report, at), slot=session.slot)
+    if event["event"] == "diverged":
+        fault = "other weights than the run (another digest)"
+        advice = "its next session heals from the bucket; if it comes again on that machine, use another machine"
+    often = f", {times} times by now" if times > 1 else ""
+    text = f"{session.name} had {fault}{often}" + (f": {session.why}" if session.why else "")
+    return trouble("diverged", text, advice, step=_step_of(report, event["at"]), slot=session.slot)
 
 
 def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:

@@ -175,7 +175,8 @@ def masked(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     share = _newest_mean(report.steps, "importance_masked")
     if share is None or share <= MASKED:
         return []
-    text = f"{share:.0%} of the completions of the newest {NEWEST} outer steps teach nothing: vLLM differs"
+    what = "completions (token_mask: tokens) of the newest"
+    text = f"{share:.0%} of the {what} {NEWEST} outer steps teach nothing: vLLM differs"
     advice = 'set inner.vllm.dtype to inner.dtype, or inner.vllm.importance_mode = "token_truncate"'
     return [trouble("masked", text, advice, step=report.steps[-NEWEST].t)]
 

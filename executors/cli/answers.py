@@ -57,7 +57,7 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def is_agreed(offer: "Quote", yes: bool) -> bool:
+def agree_on_price(offer: "Quote", yes: bool) -> bool:
     """Show the costs of a start, and ask the user to accept them; return whether the user accepted."""
     from executors.preflight.quote import ask_agreement
 

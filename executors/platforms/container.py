@@ -192,7 +192,7 @@ class Child:
                     return exitcodes.LEFT
             return self._process.wait(max(0.0, left))
         except subprocess.TimeoutExpired:
-            print("the platform's time limit is near; leaving, to be started again", file=sys.stderr, flush=True)
+            print("this replica's time limit is near. It leaves, to be started again", file=sys.stderr, flush=True)
             code = self.leave(late_grace_s)
             return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
 

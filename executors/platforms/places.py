@@ -155,9 +155,9 @@ def make_executor(place: Place) -> FleetExecutor:
     if place.executor not in EXECUTORS:
         raise ExecutorError(f"there is no executor {place.executor!r}; there are {', '.join(EXECUTORS)}")
     kind = load_name(EXECUTORS[place.executor])
-    options = {"preload": PRELOAD, **place.options} if place.executor == "local" else dict(place.options)
-    if not place.options:
-        return kind(**options)
+    own = {"preload": PRELOAD} if place.executor == "local" else {}
+    if own and not place.options:
+        return kind(**own)
     from executors.platforms.typed_options import make_with
 
-    return make_with(kind, options, place.executor, place.options)
+    return make_with(kind, {**own, **place.options}, place.executor, place.options)

@@ -20,14 +20,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from executors.platforms.base import RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec, Status
+from executors.platforms.base import LEASE_S, RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec, Status
 from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
 
 if TYPE_CHECKING:
     from executors.platforms.platform import Platform
 
-LEASE_S = 1800.0
 FIRST_PAUSE_S = 0.02
 LOOKS = 4  # renewals within the time of one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None

@@ -38,7 +38,7 @@ def run_in_time(run: Callable[[], int], seconds: float) -> int:
 
     def ask() -> None:
         late.set()
-        print("its time is nearly over; leaving, to be started again", file=sys.stderr, flush=True)
+        print("this replica's time limit is near. It leaves, to be started again", file=sys.stderr, flush=True)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             os._exit(exitcodes.RESUME)
         os.kill(os.getpid(), signal.SIGTERM)

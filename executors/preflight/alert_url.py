@@ -21,8 +21,9 @@ HOSTS = {
 
 
 def take_alert(url: str | None, places: Sequence[Place], *, detach: bool, environ: MutableMapping[str, str]) -> None:
-    """Put the URL into `environ`.  Raise UsageError if the URL is not valid or would not reach the supervisor; the
-    error does not contain the URL, which is a secret."""
+    """Put the URL into `environ`.  Raise UsageError if the URL is not valid or would not reach the supervisor.
+
+    The error does not contain the URL, because the URL is a secret."""
     if any(VARIABLE in place.env for place in places):
         raise UsageError(f"{VARIABLE} is among a place's env, which the bucket shows; name a secret instead: --secret")
     if not url:

@@ -281,7 +281,7 @@ def _inline(name: str, source: str) -> Sequence[str]:
     try:
         found = tomllib.loads("\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines))
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"the `# /// script` block of {name} is not TOML: {error}") from None
+        raise UsageError(f"the `# /// script` block of {name} is not TOML: {error}. Correct or remove it") from None
     listed = found.get("dependencies", [])
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
         raise UsageError(f"the `# /// script` block of {name}: dependencies = {listed!r} is not a list of texts")

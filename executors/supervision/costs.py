@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.units import dollars
-from executors.platforms.base import Plain
+from executors.platforms.base import LEASE_S, Plain
 from rendezvous.agreement.membership import Wanted
 
 END_S = 60.0  # from "leave now" until no replica runs: a last offer, the leave record, a kill if necessary
-LEASE_S = 1800.0  # seconds after which replicas of a run without a supervisor end, so that they are not billed longer
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
 
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
-from rendezvous.agreement.rules import EVALUATES
 from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
@@ -28,7 +27,7 @@ def finish_s(beat: Beat, steps: int, usual: float) -> float:
     """
     if beat.phase == "left":
         return usual
-    if beat.step >= steps and beat.note.startswith(EVALUATES):
+    if beat.step >= steps and beat.evaluates:
         return EVALUATION_S
     still_trains = beat.phase == AT_WORK and beat.step < steps
     return min(FINISH_S, usual + LAST_STEPS * beat.rate) if still_trains else FINISH_S

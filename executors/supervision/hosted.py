@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 
 
 def is_cut_off(run: str, code: int) -> bool:
-    """Whether a supervisor ended without a last heartbeat "left", or the store does not say."""
+    """Whether the supervisor ended without writing its last heartbeat ("left").  True if the store does not answer."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:

@@ -195,7 +195,10 @@ def train_process_head(
     Raises InnerError if no teacher answered."""
     examples = head_examples(tokenizer, states, actions, key=key)
     if not examples:
-        raise InnerError("no teacher answered in any of these states, so there is nothing to train a head on.")
+        raise InnerError(
+            "no teacher answered in any of these states, so there is nothing to train a head on. Look at the replay's "
+            "summary for the reasons, or give other actions."
+        )
     device = next(model.parameters()).device
     places = [(i, example.start, len(example.row)) for i, example in enumerate(examples)]
     with eval_mode(model), uncached_autocast(device):

@@ -60,8 +60,8 @@ def window_starts(n_tokens: int, width: int, batch: int, seed: int, index: int) 
 
 
 def step_in_generation(micro: int, accumulated: int, per_generation: int, served: int) -> list[int]:
-    """Return the micro-batches in the inner step and generation of `micro`, as indices 0 … per_generation - 1. There is
-    one micro-batch per forward pass; a second iteration uses the same micro-batches again."""
+    """Return the micro-batches of the same inner step and generation as `micro`, as indices 0 … per_generation - 1.
+    There is one micro-batch per forward pass; a second iteration uses the same micro-batches again."""
     step = micro // accumulated * accumulated
     generation = micro // served * served
     first = max(step, generation)

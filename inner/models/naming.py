@@ -18,7 +18,7 @@ ASK_S = 4.0  # seconds to wait for the Hub: without a network, a DNS lookup may 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that was found.   folder: its files on this machine (None: not here).   note: a text for the user."""
+    """A model that exists.   folder: its files here; None: only the Hub has them.   note: a text for the user."""
 
     folder: Path | None = None
     note: str = ""

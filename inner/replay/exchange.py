@@ -75,7 +75,10 @@ def body_limit(teacher: Teacher) -> int:
 
 
 def unpack_body(raw: bytes, encoding: str, most: int) -> bytes:
-    """Undo the body's content-encoding, up to `most` bytes.   Raises ValueError for an unknown or broken encoding."""
+    """Undo the body's content-encoding.
+
+    Raise ValueError for an unknown or broken encoding, and _TooLarge if the result has more than `most` bytes.
+    """
     if encoding in ("", "identity"):
         return raw
     if encoding not in ("gzip", "x-gzip", "deflate"):

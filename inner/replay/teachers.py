@@ -90,7 +90,7 @@ class Teacher:
                 )
         if not self.base_url.startswith(("http://", "https://")):
             raise InnerError(
-                f"Teacher({self.model!r}): base_url is {self.base_url!r}. It starts with http:// or https://."
+                f"Teacher({self.model!r}): base_url is {self.base_url!r}. It must start with http:// or https://."
             )
         if self.max_tokens < 1:
             raise InnerError(f"Teacher({self.model!r}): max_tokens is {self.max_tokens}; it must be 1 or more.")

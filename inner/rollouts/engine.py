@@ -113,9 +113,9 @@ class MaskedShare:
 
 def masked_text(share: float, clip: float) -> str:
     return (
-        f"{share:.0%} of the completions teach nothing: to the trainer they are more than {clip:g} times as likely as "
-        "to vLLM, which made them, so their importance weight is 0; set inner.vllm.dtype to inner.dtype, or "
-        'inner.vllm.importance_mode = "token_truncate".'
+        f"{share:.0%} of the completions (token_mask: tokens) teach nothing: the trainer finds them more than {clip:g} "
+        "times as likely as vLLM, which made them, so their importance weight is 0; set inner.vllm.dtype to "
+        'inner.dtype, or inner.vllm.importance_mode = "token_truncate".'
     )
 
 

@@ -111,9 +111,9 @@ def _check_process(config: "InnerConfig") -> None:
         return
     if config.objective_settings.get("loss_type") in WHOLE_SEQUENCE_LOSSES:
         raise InnerError(
-            f"[inner.process] gives each turn an advantage of its own, and inner.grpo.objective = "
-            f'"{config.grpo.objective}" has one for the whole rollout by its formula. Choose another objective, or '
-            "leave [inner.process] out."
+            f"[inner.process] needs an advantage per turn, and the formula of inner.grpo.objective = "
+            f'"{config.grpo.objective}" has one advantage per rollout. Choose another objective, or leave '
+            "[inner.process] out."
         )
     if config.grpo.weight == 0:
         raise InnerError(

@@ -3,7 +3,7 @@
     POConfig(GRPOConfig)
         objective              a name of the menu (inner.settings.objectives); the other fields must match it
         dynamic_sampling       most further generations per batch, to replace groups with equal rewards; 0: off
-        soft_overlong_tokens   the last tokens before max_completion_length cost up to 1 reward; 0: off  (DAPO, eq. 13)
+        soft_overlong_tokens   a completion that ends in this last part of its limit loses up to 1; 0: off (DAPO, 13)
 
 POConfig checks itself when it is made.
 

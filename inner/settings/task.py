@@ -57,7 +57,7 @@ class ScheduleSettings(Table):
     )
     lr_end: float = setting(0.0, 'Share of inner.lr after `lr_steps` of "linear" and "cosine".', least=0, most=1)
     weight_steps: int | None = setting(
-        None, "Outer steps until the channels' weights reach `weight_end`, and TAID's t its end.", above=0
+        None, "Outer steps after which the channels' weights are `weight_end`, and TAID's t is `taid_t_end`.", above=0
     )
 
     def check(self) -> None:

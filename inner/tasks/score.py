@@ -47,7 +47,7 @@ def _scorer_of(text: str) -> Score:
     refuse_absent("the run's task", spec.task)
     if spec.version != (here := spec.installed_version):
         raise InnerError(
-            f"the rows of {spec.task} were made by {spec.package} {spec.version}, and here is {here}, which may score "
-            f"them otherwise. `pip install {spec.package}=={spec.version}`"
+            f"the rows of {spec.task} were made by {spec.package} {spec.version}, and this machine has {here}, which "
+            f"may score them in another way. `pip install {spec.package}=={spec.version}`"
         )
     return package_module(spec).open_scorer(spec)

@@ -105,7 +105,7 @@ def _open_taskset(spec: TaskSpec) -> Any:
             "Install the missing module."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise InnerError(f"verifiers cannot use {spec.name!r} as a taskset: {error}") from error
+        raise InnerError(f"verifiers cannot use {spec.name!r} as a taskset: {error}. Name another one") from error
     own = sorted(set(config_type.model_fields) - {"id"})
     for name in spec.options:
         if name not in own:
@@ -116,7 +116,8 @@ def _open_taskset(spec: TaskSpec) -> Any:
         return loaders.load_taskset(config_type.model_validate({**spec.options, "id": spec.name}))
     except Exception as error:
         raise InnerError(
-            f"taskset {spec.name} refuses these options: {_words(error)}. They are {dict(spec.options)}."
+            f"taskset {spec.name} refuses these options: {_words(error)}. They are {dict(spec.options)}. "
+            "Correct [inner.data.task_options]."
         ) from error
 
 

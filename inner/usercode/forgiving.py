@@ -16,8 +16,8 @@ from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, ScoredSpan, score_steps
 from inner.errors import InnerError
 from inner.host import Host
+from inner.usercode.reward_calls import EMIT_EVERY_S
 
-EMIT_EVERY_S = 60.0
 TRIES = 3  # a session ends if its first TRIES batches all fail
 
 

@@ -151,10 +151,10 @@ class RewardCalls:
         if self._silent < BATCHES:
             return
         raise RewardFailed(
-            f"no completion of {self._silent} generations in a row has a reward: all rewards ({', '.join(names)}) were "
-            'None for it, or one failed (reward_failed in the log). None means "cannot say", and teaches nothing.\n'
-            "  next: return a number where a completion can be judged (0.0 for a wrong one), and start another --run, "
-            "or the same with --again if nothing was trained there."
+            f"{self._silent} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
+            "(reward_failed in the log). None teaches nothing.\n"
+            "  next: return a number for each completion that you can judge, 0.0 for a wrong one. Then start another "
+            "--run, or use --again if no outer step was taken."
         )
 
     @contextmanager

@@ -40,7 +40,7 @@ def prompt_row(row: Any) -> dict[str, Any]:
     answer = row["answer"]
     final = final_number(answer, marked=True)
     if final is None:
-        raise ValueError(f"the answer has no `#### <number>`: {answer[-60:]!r}")
+        raise ValueError(f"the answer of {question[:60]!r} has no `#### <number>`: it ends with {answer[-60:]!r}")
     return {"prompt": [{"role": "user", "content": question.strip() + ASK}], "answer": str(final)}
 
 

@@ -324,6 +324,7 @@ class BeatStatus:
     note: str = ""
     data: int = 0
     box_usd: float = 0.0
+    evaluates: bool = False
 
     def enter_phase(self, phase: str, step: int) -> None:
         self.phase = phase

@@ -26,7 +26,6 @@ LARGE_FLEET = 12  # slots; in a fleet with more, a replica does not read all the
 LED = 3  # the rank of all replicas that let three others look first
 ROUNDS = 3  # the median of so many rounds of a replica is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
-EVALUATES = "evaluates "  # begins the note of a heartbeat during an evaluation
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
 UNSUSPICIOUS = 0.01  # times ‖θ‖: the least norm that `norm_factors` takes as typical
@@ -42,7 +41,7 @@ class Rules:
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
-    shard_from: bytes of a body from which on three or more replicas reduce it in shards.
+    shard_from: the least bytes of a body that three or more replicas reduce in shards.
     shard_elements: the least number of elements in a shard; each shard of a body has a digest.
     announce: whether the closer of a step without shards writes the mean to the store, for later readers.
     """
@@ -312,7 +311,7 @@ def expected_arrival(peer: Peer, t: int, rules: Rules, limit: float) -> float | 
     round_steps = max(1, rules.sync_every // rules.fragments)
     if rules.sync_seconds > 0 and beat.rate > 0:
         round_steps = math.ceil(min(round_steps, rules.sync_seconds / beat.rate))
-    still = 0.0 if beat.note.startswith(EVALUATES) else peer.still  # an evaluation is progress without inner steps
+    still = 0.0 if beat.evaluates else peer.still  # an evaluation is progress without inner steps
     if beat.phase not in ("train", "wait") or beat.rate <= 0 or still > max(limit, 1.5 * beat.rate):
         return None
     missing = round_steps - beat.inner if beat.step >= t else round_steps

@@ -4,8 +4,8 @@
                            sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sparse bodies have a dense sum
     sync_s = up/bandwidth_up + down/bandwidth_down + encoding of P elements + decoding of N−1 bodies
 
-It chooses the first of fp32, bf16, int8, int4 and topk whose sync takes at most a tenth of the time between syncs.  It
-never chooses bf16-gate, because the number of bf16 weights that change is unknown before the run.
+It chooses the first codec of NAMES whose sync takes at most a tenth of the time between syncs.  It never chooses
+bf16-gate, because the number of bf16 weights that change is unknown before the run.
 
 Not promised: that the measured bandwidth stays the same; that two replicas would choose the same codec.  So one choice
 is made and stored for the run.

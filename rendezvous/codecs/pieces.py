@@ -244,7 +244,7 @@ def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
     """
     contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
     if array.dtype not in (np.float32, torch.float32) or array.ndim != 1 or not contiguous:
-        raise BadDelta(f"{what} is a flat, contiguous fp32 vector; got {array.dtype} of shape {tuple(array.shape)}")
+        raise BadDelta(f"{what} must be a flat, contiguous fp32 vector; got {array.dtype}, shape {tuple(array.shape)}")
     x = tensor_of(array) if isinstance(array, np.ndarray) else array.detach()
     if like is not None and (x.numel() != like.numel() or x.device != like.device):
         raise BadDelta(f"{what} must have {like.numel()} elements on {like.device}; got {x.numel()} on {x.device}")

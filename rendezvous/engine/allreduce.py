@@ -140,7 +140,10 @@ class ObjectStoreAllReduce:
     def _check_sizes(self, commit: Commit, mine: np.ndarray) -> None:
         sizes = {o.slot: o.size // 4 for o in commit.offers}
         if set(sizes.values()) != {mine.size}:
-            raise ValueError(f"step {commit.t}: the ranks' tensors differ in size: {sizes}; nothing was averaged")
+            raise ValueError(
+                f"step {commit.t}: the ranks' tensors differ in size: {sizes}. Nothing was averaged. Give each rank a "
+                "tensor of the same size"
+            )
 
 
 def as_flat_fp32(tensor: Any) -> np.ndarray:

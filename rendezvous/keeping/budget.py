@@ -75,7 +75,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 
 
 def parts_of(commit: Commit) -> list[int]:
-    """Return the numbers of the parts in which the commit's mean may be announced; a part without shards never is.
+    """Return the numbers of the parts in which the commit's mean may be announced, without parts that have no shard.
 
     The parts are those of `means.parts.MeanParts.split`.
     """

@@ -354,7 +354,7 @@ class Weights(Record):
 
 @dataclass(frozen=True)
 class Leave(Record):
-    """A generation's leave record: its replica left in order.
+    """The leave record of a generation: its replica left with notice.
 
     residual: key of the file with its codec's residuals, for the next generation alone ("": none, or no time).
     """
@@ -436,10 +436,11 @@ class Beat(Record):
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
     data: the inner step, in its slot's data, that it trains on; actors read this (diloco/actor/).
     box_usd: US dollars that all sessions of its slot spent on sandboxes (docs/reference/boxes.md).
+    evaluates: whether it scores held-out prompts, which is progress without inner steps.
     """
 
     kind = "beat"
-    later = ("data", "box_usd")
+    later = ("data", "box_usd", "evaluates")
     slot: Holder
     generation: Generation
     n: Count
@@ -453,3 +454,4 @@ class Beat(Record):
     note: str = ""
     data: Count = 0
     box_usd: Usd = 0.0
+    evaluates: bool = False

@@ -53,8 +53,8 @@ def check_shape(delta: np.ndarray, size: int) -> None:
     """Raise BadDelta unless `delta` is a flat fp32 vector of `size` elements.   size: 0 if unknown."""
     if delta.dtype != np.float32 or delta.shape != (size or delta.size,):
         raise BadDelta(
-            f"the pseudogradient of this fragment is a flat fp32 vector of {size or 'any'} elements, got {delta.dtype} "
-            f"of shape {delta.shape}; it was not offered"
+            f"the pseudogradient of this fragment must be a flat fp32 vector of {size or 'any'} elements; got "
+            f"{delta.dtype} of shape {delta.shape}; it was not offered"
         )
 
 
@@ -199,7 +199,7 @@ class Encoder:
             self._body = page_aligned(0)
 
     def give_back(self, body: np.ndarray) -> None:
-        """Use this memory again, which was given away."""
+        """Take back memory that was given away, for the next body."""
         if not np.may_share_memory(body, self._body):
             self._free = body
 

@@ -141,7 +141,7 @@ class CloudStore:
                 self._upload(key, body)
             except StoreUnclear:
                 timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat it
-                if not timed_out or body_bytes(body) <= LEAST or not self._uplink.can_slow_down():
+                if not timed_out or body_bytes(body) <= LEAST or not self._uplink.slow_down():
                     raise
             else:
                 return self._uplink.note_upload(body_bytes(body), time.monotonic() - began, PART * PARTS_AT_ONCE)

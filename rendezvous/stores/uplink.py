@@ -36,8 +36,8 @@ class Uplink:
         if size >= LEAST:
             self.in_flight = int(min(most, max(LEAST, size / max(seconds, 1e-6) * self.request_s / 2)))
 
-    def can_slow_down(self) -> bool:
-        """Reduce the bytes in flight, after an upload without an answer.   Return False if no reduction is possible."""
+    def slow_down(self) -> bool:
+        """Reduce the bytes in flight, after an upload without an answer.   Return whether they were reduced."""
         before = self.in_flight
         self.in_flight = max(LEAST, before // 4)
         return self.in_flight < before

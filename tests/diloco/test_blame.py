@@ -332,7 +332,7 @@ def test_a_turned_sign_is_found_by_asking_explain(tmp_path: Path, capfd: pytest.
         (["bisect", "--merge", "--", "true"], "this run has no [inner.lora]"),
         (["blame", "--", "echo", "no number"], "printed 'number' last on θ_0; it has to be a number"),
         (["blame", "--", "false"], "ended with code 1 on θ_0; it has to print a number"),
-        (["blame", "--from", "2", "--to", "1"], "from θ_2 to θ_1 there is no outer step"),
+        (["blame", "--from", "2", "--to", "1"], "there is no outer step from θ_2 to θ_1"),
         (["blame", "--to", "9"], "step 9 has not been taken yet"),
         (["blame", "--text", "nowhere.txt"], "there is no file nowhere.txt"),
         (["blame", "--no-metric", "--", "true"], "--no-metric and -- COMMAND exclude each other"),

@@ -17,6 +17,7 @@ from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
 from inner.settings.inner import InnerConfig
 from inner.settings.task import EVAL
+from rendezvous.agreement.membership import BeatStatus
 
 ROWS = [{"prompt": f"question {i}", "value": i % 7 / 7} for i in range(25)]
 
@@ -50,7 +51,7 @@ class FakeSession:
             slot=slot,
             chain=SimpleNamespace(read=commits.get),
             wanted=SimpleNamespace(slot_names=slots, steps=12),
-            members=SimpleNamespace(status=SimpleNamespace(note="")),
+            members=SimpleNamespace(status=BeatStatus()),
         )
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -146,6 +147,25 @@ def test_a_replica_that_must_go_says_what_it_has_scored() -> None:
     (event,) = fleet.events
     assert event["prompts"] == 8 and event["sampled"]["reward"][0] == 8
     assert read_evaluations(fleet.events)[0].scores["sampled"]["reward"].prompts == 8
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_heartbeats_say_that_it_evaluates_until_it_ends_whatever_notes_say(leaves: bool) -> None:
+    """Before: a reward's own note overwrote the note by which others saw the evaluation, so the replica looked hung."""
+    fleet, seen = Fleet(["r00"], {}), list[bool]()
+    status, asked = fleet.sessions["r00"].rv.members.status, fleet.rewards["r00"].score
+
+    def with_a_note(rows: Any, *, greedy: bool, seed: int) -> Any:
+        status.note = "waits for its judge"
+        seen.append(status.evaluates)
+        if leaves:
+            fleet.going.add("r00")
+        return asked(rows, greedy=greedy, seed=seed)
+
+    fleet.rewards["r00"].score = with_a_note  # type: ignore[method-assign]
+    assert not status.evaluates
+    fleet.come_to(0)
+    assert seen and all(seen) and (status.evaluates, status.note) == (False, "")
 
 
 def test_it_is_due_at_the_start_every_few_steps_and_at_the_end() -> None:

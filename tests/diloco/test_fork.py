@@ -106,8 +106,8 @@ def test_a_run_that_was_founded_again_goes_by_its_first_name(old: Fleet, tmp_pat
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "has inner.dtype = 'float32', this config 'bfloat16'"),
-    "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, this config 2"),
+    "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "'float32', and this config has 'bfloat16'"),
+    "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, and this config has 2"),
     "a step that was not taken": ("@9", {}, "step 9 has not been taken yet: the run is at step 4"),
     "no run": ("/nowhere@2", {}, "there is no run at"),
 }

@@ -86,7 +86,7 @@ def test_the_first_of_a_name_stands_and_another_name_is_kept() -> None:
     run = a_run()
     first = give(run)
     assert give(run) == first, "the same again, after a lost answer, is no error"
-    with pytest.raises(ConfigError, match=r"human has given 0\.7 to r01/42/5/0\.0\.3 before.*--name human_2"):
+    with pytest.raises(ConfigError, match=r"human has already given 0\.7 to r01/42/5/0\.0\.3\. .*--name human_2"):
         give(run, value=0.2)
     give(run, value=0.2, name="human_2")
     (state, *_) = [state for state in run_states(run.store) if state["state_id"].startswith(f"{THIRD}:")]

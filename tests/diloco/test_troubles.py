@@ -93,9 +93,7 @@ def test_a_run_that_warms_up_was_stopped_is_done_or_evaluates_does_not_stall() -
     assert kinds(Planted(3), 1e4) == []
     run = Planted(6)
     now = T0 + 6 * GAP_S + 1e4
-    run.store.put(
-        layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, note="evaluates θ_6: 3 of 9").encode()
-    )
+    run.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, evaluates=True).encode())
     assert kinds(run, 1e4) == []
     run.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 6, 0, 1.0, now, note="waits for r01").encode())
     assert "1 of 2 replicas beat; r00: waits for r01" in found_in(run.report(), 1e4)["stalled"].text
@@ -158,9 +156,11 @@ def test_four_fifths_of_a_budget_are_told() -> None:
 
 def test_a_replica_that_diverged_is_told_until_its_slot_is_counted_again() -> None:
     run = Planted(6)
-    run.tell("r01", 1, 601.0, "diverged", step=6, text="the loss is nan")
+    run.tell("r01", 1, 601.0, "diverged", step=6, text="θ of fragment 0 has another digest")
     seen = found_in(run.report())["diverged"]
-    assert seen.slot == "r01" and "the loss is nan" in seen.text and "inner.lr" in seen.advice
+    assert seen.slot == "r01" and "θ of fragment 0" in seen.text
+    assert "other weights than the run" in seen.text and "NaN" not in seen.text
+    assert "another machine" in seen.advice and "inner.lr" not in seen.advice
     run.step(6)
     assert kinds(run) == []
 
@@ -174,6 +174,7 @@ def test_a_pseudogradient_that_is_no_number_is_told(who: str) -> None:
         run.tell("r00", 1, 601.0, "poisoned", step=6, blob=layout.delta_blob(6, "r01", 1, "n"), text="NaN")
     seen = [t for t in find_troubles(run.report(), T0 + 602) if t.kind == "diverged"]
     assert [t.slot for t in seen] == ["r01"]
+    assert "NaN or infinity" in seen[0].text and "inner.lr" in seen[0].advice
 
 
 def test_a_gated_replica_is_told_for_ten_outer_steps() -> None:

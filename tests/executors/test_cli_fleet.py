@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ import pytest
 from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import typed
-from executors.platforms.base import ExecutorError, LaunchPlan
+from executors.cli.looking import logs
+from executors.platforms import EXECUTORS
+from executors.platforms.base import ExecutorError, Handle, LaunchPlan
 from executors.platforms.places import Place, make_executor
+from executors.platforms.typed_options import make_with
 from executors.preflight import place_faults, quote
 from executors.preflight.price_words import price_words
 from executors.preflight.run_url import UsageError
@@ -152,6 +156,22 @@ def test_an_option_of_the_wrong_type_is_named(place):
     with pytest.raises(ExecutorError) as raised:
         make_executor(place)
     assert f"{place.executor} cannot use --option {key}={value!r}: " in str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"clock": None}])
+def test_an_option_that_a_platform_needs_is_named(monkeypatch, options):
+    """Before: the TypeError's traceback."""
+    monkeypatch.setitem(EXECUTORS, "toy", "examples.toy_platform.toy:ToyExecutor")
+    with pytest.raises(ExecutorError, match=r"^toy needs --option folder=…\. Add it to the command$"):
+        make_executor(Place("toy", options=options))
+
+
+def test_the_fault_of_a_platform_s_module_is_not_said_to_be_the_user_s():
+    def broken():
+        raise TypeError("in its own code")
+
+    with pytest.raises(TypeError, match="in its own code"):
+        make_with(broken, {}, "toy", {})
 
 
 def test_an_option_of_a_place_is_found_by_its_checks():
@@ -411,7 +431,7 @@ def test_an_option_without_the_one_that_it_belongs_to(capsys, run, words, told, 
 def test_drain(capsys, run):  # noqa: F811
     write_control(run.store, SystemClock(), steps=12)
     code, out, _ = say(capsys, "drain", run.url, "r01")
-    assert code == 0 and "r01 finishes its round and leaves" in out
+    assert code == 0 and "r01 ends its inner step, offers its work and leaves" in out
     assert "warning: 1 replicas are left and min_replicas = 2" in out
     assert read_control(run.store).drains == {"r01"}
 
@@ -428,6 +448,17 @@ def test_a_slot_that_does_not_exist(capsys, run, verb):  # noqa: F811
 
 def test_logs_of_a_slot_that_was_not_launched_yet(capsys, run):  # noqa: F811
     assert "r00 has not been launched yet" in complaint(capsys, "logs", run.url, "r00")
+
+
+@pytest.mark.parametrize("spelled", ["file://", ""])
+def test_a_platform_is_asked_for_logs_by_the_url_of_its_launches(capsys, run, monkeypatch, spelled):  # noqa: F811
+    """Before: by the path as it was typed, so a platform that compares URLs found no launch."""
+    url = run.store.url
+    found = {url: [Handle(url, "r00", 1, "toy")]}
+    toy = SimpleNamespace(find=lambda run: found.get(run, []), logs=lambda *_: ["hello"], follow=list, close=str)
+    monkeypatch.setattr(logs, "build_executor", lambda *_: toy)
+    code, out, _ = say(capsys, "logs", spelled + url.removeprefix("file://"), "r00")
+    assert (code, out) == (0, "hello\n")
 
 
 def test_the_log_of_a_detached_supervisor(capsys, run):  # noqa: F811

@@ -11,7 +11,7 @@ from diloco.run.sizing import BUILT_IN
 from executors.preflight.outlook import rate_line
 from inner import InnerConfig
 from inner.settings.task import DataSettings, LoraSettings, RewardSettings, ScheduleSettings
-from rendezvous.codecs import get_codec
+from rendezvous.codecs import DENSE, get_codec
 from rendezvous.keeping.garbage import parse_blob_key
 from tests.support.fleet import Fleet
 
@@ -61,7 +61,7 @@ def fleet_parameters(folder: Path) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("name", [*DENSE, "topk"])
 def test_a_pseudogradient_is_as_long_as_its_codec_says(name: str) -> None:
     n = 1_000_000
     assert sizes.delta_bytes(n, name) == pytest.approx(get_codec(name).max_body_size(n), rel=0.05)

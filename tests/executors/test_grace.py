@@ -69,9 +69,10 @@ def test_the_grace_follows_the_pace_of_the_inner_steps(beat, asked, boundary, se
 
 def test_the_last_evaluation_is_not_cut_short():
     """Before: killed after 300 s, and its prompts were in no report."""
-    last = replace(beat_of(step=10), note="evaluates θ_10: 40 of 440 prompts")
+    last = replace(beat_of(step=10), evaluates=True)
     assert finish_s(last, steps=10, usual=20.0) == EVALUATION_S
-    assert finish_s(replace(last, note=""), steps=10, usual=20.0) == FINISH_S
+    noted = replace(last, evaluates=False, note="evaluates θ_10, says user code")
+    assert finish_s(noted, steps=10, usual=20.0) == FINISH_S
     assert finish_s(replace(last, phase="left"), steps=10, usual=20.0) == 20.0
 
 

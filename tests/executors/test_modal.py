@@ -349,7 +349,7 @@ def test_short_trouble_is_nothing_and_long_trouble_is_stale(platform, executor, 
 def test_a_service_that_is_away_is_told_before_anything_is_started(platform, run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("executors.platforms.on_modal.client.PATIENCE_S", 0.0)
     platform.refuse("DictGetOrCreate", 4)
-    with pytest.raises(Unavailable, match=r"Modal did not answer.*try again"):
+    with pytest.raises(Unavailable, match=r"Modal did not answer the request to prepare a launch .*Try again"):
         platform.executor().launch_replicas([spec(run, tmp_path, "waits")])
 
 

@@ -21,7 +21,7 @@ from diloco.runlog.sessions import restarted_by
 from diloco.runlog.summary import summary
 from executors.cli import main as cli
 from executors.cli.looking import status as watch
-from executors.platforms.base import ReplicaSpec, Unavailable
+from executors.platforms.base import Handle, ReplicaSpec, Unavailable
 from executors.platforms.on_modal import executor as on_modal_executor
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
@@ -240,6 +240,27 @@ def test_a_command_waits_out_a_second_without_modal_and_longer_trouble_is_no_mis
 def test_long_trouble_is_said(platform, run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("executors.platforms.on_modal.client.PATIENCE_S", 0.3)
     platform.refuse("DictGetOrCreate", 40)
-    with pytest.raises(Unavailable, match=r"Modal did not answer.*try again"):
+    with pytest.raises(Unavailable, match=r"Modal did not answer the request to prepare a launch .*Try again"):
         ModalExecutor().launch_replicas([spec(run, tmp_path, "waits")])
     platform.server.faults.clear()
+
+
+def test_a_message_names_the_request_that_was_not_answered(run, monkeypatch) -> None:
+    """Before: "nothing was started", also after a stop."""
+    executor = ModalExecutor()
+    asked = {
+        "stop the run's app": lambda: executor.shutdown(run),
+        "remove the run's app": lambda: executor.purge(run),
+        "end the run's calls": lambda: executor.sweep(run),
+        "renew the lease": lambda: executor.renew([Handle(run, "r00", 1, "modal")], 1.0),
+    }
+
+    def silent(act: Any, clock: Any) -> Any:
+        raise modal.exception.ConnectionError("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(on_modal_executor, "ask_patiently", silent)
+        patched.setattr(executor, "find", lambda run: [])
+        for request, act in asked.items():
+            with pytest.raises(Unavailable, match=rf"did not answer the request to {request} \(gone\). Try again"):
+                act()

@@ -1,5 +1,8 @@
 """The supervisor's decisions, as a table."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from diloco.process import exitcodes
@@ -137,3 +140,41 @@ def test_slots_are_judged_one_by_one():
     desired = Desired(frozenset({"r00", "r01"}))
     seen = [Observation("r00", State.RUNNING), Observation("r01"), Observation("r02", State.RUNNING)]
     assert plan(desired, seen, NOW) == [Launch("r01", "no process runs it"), Drain("r02", "no longer wanted")]
+
+
+# -------------------------------------------------------------------- docs/reference/operations.md
+
+PAGE = (Path(__file__).parents[2] / "docs/reference/operations.md").read_text()
+ROWS = re.findall(r"^\| (\d+)(?:, a signal)? \| ([^|]*) \| ([^|]*?) ?\|$", PAGE.partition("ends with one of")[2], re.M)
+ANSWERS = {Replace: "starts the slot again", GiveUp: "ends the run"}
+
+
+@pytest.mark.parametrize(("code", "meaning", "answer"), ROWS, ids=[row[0] for row in ROWS])
+def test_the_page_says_what_the_supervisor_does_after_each_exit_code(code: str, meaning: str, answer: str) -> None:
+    state = State.SUCCEEDED if int(code) == exitcodes.DONE else State.LOST
+    (action,) = plan(WANTED, [lost(int(code), state)], NOW + 1e6)
+    assert answer.startswith(ANSWERS[type(action)]), action
+    assert meaning.startswith(exitcodes.NAMES.get(int(code), "crashed"))
+    (meanwhile,) = plan(WANTED, [lost(int(code), state, holder="beating")], NOW + 1e6)
+    assert isinstance(meanwhile, Wait), "what stands above the table"
+    assert plan(DONE, [lost(int(code), state)], NOW + 1e6) == plan(ENDING, [lost(int(code), state)], NOW + 1e6) == []
+
+
+def test_the_page_has_each_exit_code_and_the_two_limits() -> None:
+    assert [int(row[0]) for row in ROWS] == sorted({exitcodes.CRASHED, *exitcodes.NAMES})
+    assert "Ten ends in a row" in PAGE and Limits().losses == 10
+    assert "Three crashes in a row" in PAGE and Limits().failures == 3
+
+
+def test_the_page_has_the_pauses_after_a_reward_that_failed() -> None:
+    limits = Limits()
+    *first, last = [f"{limits.reward_pause(n) / 60:.0f}" for n in range(1, limits.reward_failures)]
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    assert f"the supervisor waits {', '.join(first)} and {last} minutes before the restarts" in page
+
+
+def test_a_drain_waits_as_long_as_the_page_says() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    assert f"`drain` waits as long, and at least {Limits().drain_s:.0f} s" in page
+    told = Observation("r00", State.RUNNING, draining_s=Limits().drain_s - 1, leave_s=20.0)
+    assert isinstance(plan(NOBODY, [told], NOW)[0], Drain)

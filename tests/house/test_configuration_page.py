@@ -57,6 +57,22 @@ def test_every_key_has_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reference.missing_sentences() == ["silent.key"]
 
 
+ROOMS = ("executors", "diloco", "rendezvous", "inner")
+SOURCE = "\n".join(p.read_text() for room in ROOMS for p in sorted((reference.PAGE.parents[1] / room).rglob("*.py")))
+
+
+def is_read(setting: str) -> bool:
+    """Whether some line of the source reads an attribute of this name."""
+    return re.search(rf"\.{setting}\b(?!\s*=[^=])", SOURCE) is not None
+
+
+def test_each_setting_is_read_by_some_line() -> None:
+    """A setting that is declared and read nowhere was in run.json, the plan and the page, and changed nothing."""
+    names = [name for name, _ in reference.list_keys()]
+    assert [name for name in names if not is_read(name.rpartition(".")[2])] == []
+    assert len(names) > 100 and not is_read("top_k_tokens"), "the search tells them apart"
+
+
 def test_no_key_stands_twice_and_every_moved_one_has_a_place() -> None:
     known = list_settings(RunConfig)
     tables_known = {f"[{path}]" for path, _ in reference.list_tables(RunConfig)}

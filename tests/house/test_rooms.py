@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from executors.platforms import EXECUTORS
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -149,3 +151,10 @@ def test_the_changelogs_newest_version_is_the_projects() -> None:
     assert all(day for _, day in titles[1:]) and [day for _, day in titles[1:]] == sorted(
         (d for _, d in titles[1:]), reverse=True
     )
+
+
+def test_each_platform_is_in_the_contract_that_no_platform_knows_another_one() -> None:
+    contracts = PROJECT["tool"]["importlinter"]["contracts"]
+    (apart,) = [one["modules"] for one in contracts if one["name"] == "no platform knows another one"]
+    homes = {".".join(home.partition(":")[0].split(".")[:3]) for home in EXECUTORS.values()}
+    assert set(apart) == homes

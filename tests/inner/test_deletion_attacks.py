@@ -183,7 +183,7 @@ def test_a_share_counts_the_fail_to_pass_tests_that_expect_a_value() -> None:
 
 
 def test_a_misspelt_reward_is_refused() -> None:
-    with pytest.raises(InnerError, match='is "all" or "share", found \'shares\''):
+    with pytest.raises(InnerError, match='must be "all" or "share"; found \'shares\''):
         type("World", (FeatureDeletion,), {"_reward": "shares"})()
 
 

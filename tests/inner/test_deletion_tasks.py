@@ -95,7 +95,7 @@ def test_exceptions_alone_are_no_task(tmp_path: Path) -> None:
     for name, (run, expect) in tests.items():
         text += f"[[test]]\nname = '{name}'\nrun = {json.dumps(run)}\nexpect = {json.dumps(expect)}\n"
     (tmp_path / "feature.toml").write_text(text)
-    with pytest.raises(InnerError, match="expects an exception, so always raising it passes"):
+    with pytest.raises(InnerError, match="expects an exception, so code that always raises it would pass"):
         make_tasks(tmp_path)
 
 

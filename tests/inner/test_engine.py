@@ -247,7 +247,8 @@ def test_ratios_are_in_the_log_and_a_large_share_without_weight_warns_once(engin
     assert drifted["engine_logp_difference"] == pytest.approx(2.0, abs=1e-4)
     assert drifted["importance_masked"] == 1 and drifted["importance_ratio_max"] == 0
     assert len(host.said) == 1 and "\n" not in host.said[0]
-    assert "completions teach nothing" in host.said[0] and "more than 3 times as likely" in host.said[0]
+    assert "completions (token_mask: tokens) teach nothing" in host.said[0]
+    assert "more than 3 times as likely" in host.said[0]
     assert "Set" not in host.said[0] and "set inner.vllm.dtype to inner.dtype" in host.said[0]
 
 

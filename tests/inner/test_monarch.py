@@ -366,7 +366,7 @@ def test_plans_that_would_end_an_actor_are_refused() -> None:
         replace(make_plan(), config=text.to_dict()).check()
     with pytest.raises(InnerError, match="inside a generation"):
         make_plan(inner={"grpo": {"steps_per_generation": 4}}).check()
-    with pytest.raises(InnerError, match="give all three"):
+    with pytest.raises(InnerError, match="Give all three"):
         make_plan(replay_actors=2).check()
     from inner.extras.monarch.actors import ask_pool
 

@@ -220,7 +220,7 @@ def test_advantages_that_are_equal_over_time_are_trls_loss(objective: str) -> No
 def test_the_losses_that_take_no_turns_are_refused() -> None:
     with pytest.raises(InnerError, match="has one advantage per rollout"):
         make(config={"grpo": {"objective": "gmpo"}}, process=ProcessReward(never))
-    with pytest.raises(InnerError, match=r'inner.grpo.objective = "gmpo" has one for the whole rollout'):
+    with pytest.raises(InnerError, match=r'inner.grpo.objective = "gmpo" has one advantage per rollout'):
         InnerConfig(grpo={"objective": "gmpo"}, process={"function": "p.py:f"}).check()  # type: ignore[arg-type]
 
 

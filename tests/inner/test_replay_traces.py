@@ -122,7 +122,7 @@ def test_a_problem_without_an_answer_is_named(tmp_path: Path) -> None:
     with pytest.warns(TraceWarning) as caught:
         assert len(gsm8k_rows(tmp_path / "g.jsonl")) == 4
     assert [str(w.message).split(": ", 1)[1] for w in caught] == [
-        "the answer has no `#### <number>`: 'many'. It is left out.",
+        "the answer of 'How many?' has no `#### <number>`: it ends with 'many'. It is left out.",
         "no 'answer'. It is left out.",
     ]
 

@@ -20,6 +20,7 @@ from torch import nn
 from diloco.outer.optimizer import Nesterov, OuterState
 from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules
+from rendezvous.codecs import DENSE, NAMES
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.records.records import Listed, Record
 from rendezvous.store import Store
@@ -238,9 +239,8 @@ def ran(store: Store, rules: Rules) -> list[Seat]:
 @pytest.mark.parametrize("secret", [b"", b"a key that nobody guesses"], ids=["plain", "sealed"])
 @pytest.mark.parametrize(
     ("codec", "sharded"),
-    [("fp32", False), ("bf16", False), ("int8", False), ("int4", False), ("topk", False), ("bf16-gate", False),
-     ("fp32", True), ("bf16", True), ("int8", True), ("int4", True)],
-)  # fmt: skip
+    [*((name, False) for name in NAMES), *((name, True) for name in DENSE)],
+)
 def test_the_reader_has_theta_of_every_step_bit_for_bit(
     tmp_path: Path, codec: str, sharded: bool, secret: bytes
 ) -> None:

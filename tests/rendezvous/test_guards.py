@@ -21,7 +21,7 @@ from rendezvous.agreement.rules import offer_flaw
 from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import in_turn
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import get_codec
+from rendezvous.codecs import DENSE, get_codec
 from rendezvous.engine.rendezvous import Rendezvous, no_emit
 from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverged, GaveUp, RecordsLost, RendezvousError
 from rendezvous.means.reduce import Reducer
@@ -43,7 +43,7 @@ def clock() -> ManualClock:
 
 # ---------------------------------------------------------------------- what a codec did not send
 
-LOSSY = ("bf16", "int8", "int4", "topk")
+LOSSY = (*(name for name in DENSE if name != "fp32"), "topk")
 
 
 def vector(seed: int, scale: float = 1.0) -> np.ndarray:
@@ -127,7 +127,7 @@ def test_an_fp32_body_that_lost_leaves_nothing_behind(clock: ManualClock) -> Non
     assert young.rv.own_blobs.encoder.unsent_residuals == {} and young.rv.last_offer is None
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "fp32"])
 def test_a_body_that_counts_under_the_next_number_is_not_sent_again(clock: ManualClock, name: str) -> None:
     """The predecessor started from another θ, so ours counts: only what the codec lost stays."""
     rules, delta = replace(RULES, codec=name), vector(5)

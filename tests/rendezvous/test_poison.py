@@ -14,7 +14,7 @@ import pytest
 from rendezvous import layout
 from rendezvous.background import at_once, in_turn
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import get_codec
+from rendezvous.codecs import DENSE, NAMES, get_codec
 from rendezvous.errors import Corrupt
 from rendezvous.means.poison import is_valid_body, zero_non_finite
 from rendezvous.means.reduce import Reducer, divide_by_weight
@@ -133,7 +133,7 @@ def test_a_wrong_digest_is_never_averaged(clock: ManualClock) -> None:
 
 def test_sound_and_divide() -> None:
     good, bad = np.ones(5, np.float32), np.array([1, 2, np.nan, 4, 5], np.float32)
-    for name in ("fp32", "bf16", "int8", "int4", "topk", "bf16-gate"):
+    for name in NAMES:
         assert is_valid_body(name, Encoder(name, feedback=False).encode(0, good, good).copy(), 5), name
         assert not is_valid_body(name, np.full(get_codec(name).max_body_size(5), 0xFF, np.uint8), 5), name
     assert not is_valid_body("fp32", bad.view(np.uint8), 5)
@@ -185,7 +185,7 @@ def test_one_bad_shard_is_left_out_and_no_more(owners: int) -> None:
     assert np.abs(mean - np.where(inside, two, three)).max() < 1e-6
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "fp32"])
 @pytest.mark.parametrize("owners", [0, 3])
 def test_bytes_that_no_encoder_writes_are_left_out(name: str, owners: int) -> None:
     store, n = MemoryStore(), 10_007
@@ -199,7 +199,7 @@ def test_bytes_that_no_encoder_writes_are_left_out(name: str, owners: int) -> No
     assert np.isfinite(mean).all() and np.abs(mean).max() < 10
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "fp32"])
 def test_a_body_that_goes_while_another_is_left_out_is_missed_not_averaged(name: str) -> None:
     class Forgetful(MemoryStore):
         """Loses blob/1 once it has been read."""

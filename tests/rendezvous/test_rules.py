@@ -298,7 +298,8 @@ def test_arrival_counts_the_fragment_rounds() -> None:
     assert rules.expected_arrival(peer(inner=9), 5, two, 2.0) == 0.0
     assert rules.expected_arrival(peer(rate=0.0), 5, two, 2.0) is None
     assert rules.expected_arrival(peer(inner=1, still=500.0), 5, two, 2.0) is None
-    evaluates = peer(inner=1, still=500.0, note="evaluates θ_5: 40 of 440 prompts")
+    assert rules.expected_arrival(peer(inner=1, still=500.0, note="evaluates, says user code"), 5, two, 2.0) is None
+    evaluates = peer(inner=1, still=500.0, evaluates=True, note="waits for its judge")
     assert rules.expected_arrival(evaluates, 5, two, 2.0) == 3.0, "a longer evaluation must not make its work late"
 
 

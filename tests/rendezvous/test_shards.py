@@ -11,7 +11,7 @@ import pytest
 from rendezvous.agreement.rules import Peer, Rules, Timing, reduces_sharded
 from rendezvous.background import Together, at_once, in_turn
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import get_codec
+from rendezvous.codecs import DENSE, get_codec
 from rendezvous.engine.rendezvous import no_emit
 from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import BadDelta, Corrupt
@@ -61,7 +61,7 @@ def announced_blob(reducer: Reducer, commit: Commit, part: int) -> str:
     return record.blob
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", DENSE)
 @pytest.mark.parametrize("owners", [1, 3, 4, 7])
 def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     store, n = MemoryStore(), 10_007
@@ -93,7 +93,7 @@ def test_sharded_and_direct_give_the_same_mean(codec: str, owners: int) -> None:
     )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", DENSE)
 def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
     store, n = MemoryStore(), 10_007
     commit, _, rules = commit_of(store, codec, n, 4, 3)
@@ -107,7 +107,7 @@ def test_a_part_is_written_in_one_pass_as_in_many(codec: str) -> None:
     assert written[0] == written[1]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", DENSE)
 @pytest.mark.parametrize("n", [10_007, 8192, 3])
 def test_what_is_said_of_a_body_is_its_norm(codec: str, n: int) -> None:
     x = RNG.standard_normal(n, dtype=np.float32)
@@ -247,7 +247,7 @@ def sampling_reducer(store: MemoryStore, rules: Rules, together: Together, start
     return reducer
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", [*DENSE, "topk"])
 @pytest.mark.parametrize(("start", "stop"), [(0, 700), (1000, 3333), (10_000, 10_007)])
 @pytest.mark.parametrize("together", [in_turn, at_once])
 def test_a_sample_is_what_the_bodies_decode_to(codec: str, start: int, stop: int, together: Together) -> None:

@@ -584,4 +584,4 @@ def test_what_is_in_flight_follows_the_link() -> None:
     assert link.parts(1 << 40, 32 << 20, 8, 5000)[0] * 5000 >= 1 << 40
     link.note_upload(8 << 20, 120.0, 256 << 20)  # 0.6 Mbit/s
     assert link.parts(1 << 30, 32 << 20, 8, 5000) == (LEAST, 1)
-    assert not link.can_slow_down()
+    assert not link.slow_down()

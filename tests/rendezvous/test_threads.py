@@ -17,7 +17,7 @@ from rendezvous.agreement.membership import write_control
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.background import no_emit
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import load_mean_kernel
+from rendezvous.codecs import DENSE, load_mean_kernel
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import BadDelta, Corrupt
 from rendezvous.means.body_sample import BodySample
@@ -34,7 +34,7 @@ from tests.rendezvous.test_shards import commit_of
 from tests.support.fakes import ManualClock, VectorState
 
 pytestmark = pytest.mark.skipif(load_mean_kernel("fp32") is None, reason="there is no C compiler")
-SEVERAL, CODECS = (2, 3, 7), ("fp32", "bf16", "int8", "int4")
+SEVERAL, CODECS = (2, 3, 7), DENSE
 LEAST, N = 1024, 40_009  # 40 shards, the last one short
 RNG = np.random.default_rng(92)
 
@@ -123,7 +123,7 @@ def test_a_codec_whose_work_torch_does_stays_in_one_thread(codec: str) -> None:
     assert encoder.in_runs is before
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", [name for name in DENSE if name != "fp32"])
 def test_the_error_is_that_of_the_first_bad_shard(codec: str) -> None:
     ranges, said = shard_grid(N, codec_alignment(codec), LEAST), list[str]()
     delta = np.ones(N, np.float32)

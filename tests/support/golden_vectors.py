@@ -135,6 +135,9 @@ def one_of_each() -> dict[str, records.Record]:
             1, "n9", 4.0, until=1804.0, spent=records.Spent(1.5, 0.25, 8.0, at=4.0, until=1804.0, logged=3)
         ),
         "alive/r00.json": records.Beat("r00", 2, 17, "train", 8, 3, 0.25, 4.0, "host", 4711),
+        "alive/r01.json": records.Beat(
+            "r01", 1, 9, "wait", 8, 6, 0.25, 4.5, "host", 4712, "evaluates", data=24, box_usd=0.5, evaluates=True
+        ),
         "seal.json": Seal("5ea1", 5.0),
         "run.json": RunRecord({"outer": {"lr": 0.7}}, {"outer": {"codec": "fp32", "lr": 0.7}}, {}, "n5", 6.0),
         "model/manifest.json": ModelRecord(

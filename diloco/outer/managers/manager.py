@@ -15,8 +15,8 @@ You can use it in two ways:
                           blob for all allreduces of a round, and healing through the registered functions
 
 Under `make_diloco`, `should_commit` is never False, because a durable step cannot fail.  A bare manager returns False
-after a reported error, and returns the same step's mean again in the next round.  It raises only Fenced, Leaving,
-Diverged and GaveUp; each of them ends the replica.  Not promised: several ranks per replica.
+after a reported error, and returns the same step's mean again in the next round.  It raises a
+RendezvousError (Fenced, Diverged, BadDelta, …), which ends the replica.  Not promised: several ranks per replica.
 """
 
 import logging

@@ -270,7 +270,7 @@ def encode_chunks(chunks: Sequence[Mapping[str, Any]]) -> EncodedChunks:
 
 
 def chunks_of(report: Report) -> list[dict[str, Any]]:
-    """Return the chunks of the steps that were read; a glance has only the newest steps."""
+    """Return the chunks of the steps that were read.  After `Live.glance`, these are only the newest steps."""
     slots = report.slots
     who = contribution_rows(report, slots)
     began = report.began

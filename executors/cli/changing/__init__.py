@@ -1,1 +1,1 @@
-"""Verbs that change the desired size of a running fleet."""
+"""Verbs that change the desired state of a running fleet: scale, drain and stop."""

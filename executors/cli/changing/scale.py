@@ -1,7 +1,7 @@
 """Changes a running fleet: the number of replicas, and slots to drain.
 
     scale RUN 5     control: replicas = 5     the supervisor starts r03, r04; or drains replicas beyond five
-    drain RUN r02   control: drain r02        r02 finishes its round, uploads the result as an offer, and ends
+    drain RUN r02   control: drain r02        r02 ends its inner step, offers its work, and leaves
 
 Not promised: an immediate effect; the supervisor reads the control records every few seconds.
 """
@@ -53,14 +53,14 @@ def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int
 
 
 def drain(run: Run, clock: Clock, slot: str) -> list[str]:
-    """Let one slot finish its round and leave; return lines for the user."""
+    """Ask one slot to offer its work and leave; return lines for the user."""
     before = read_control(run.store)
     check_slot(before, slot)
     if over := finished_words(run.store, run.url):
         return [over]
     after = write_control(run.store, clock, drain=slot)
     left = [s for s in before.slot_names if after.is_kept(s)]
-    lines = [f"{slot} finishes its round and leaves; `diloco scale` or `diloco resume` brings it back"]
+    lines = [f"{slot} ends its inner step, offers its work and leaves; `diloco scale` or `resume` brings it back"]
     if layout.is_slot(slot) and len(left) < after.min_replicas:
         lines.append(
             f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "

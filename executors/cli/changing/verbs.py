@@ -10,7 +10,7 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import opened, present_url, reach_store
 from executors.cli.options import SLOTS, add_run_verb, again, flag, offer, value
 from executors.platforms import EXECUTORS
@@ -33,7 +33,7 @@ def add_verbs(verbs: Any) -> None:
     value(scale, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     value(scale, "--actors", "A", "actors to keep, at the places that the run has for them", type="natural")
     flag(scale, "--yes", "-y", help="do not ask whether the price is right")
-    text = "let one replica finish its round and leave (`scale` and `resume` undo it)"
+    text = "let one replica end its inner step, offer its work and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
     offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
     stop = add_run_verb(verbs, "stop", "end every replica of a run, and prove it", _stop)
@@ -51,7 +51,7 @@ def _scale(args: Namespace, run: "Run") -> Answer:
     from executors.preflight.quote import spent_so_far
 
     offer = scale.growth_quote(run, args.replicas, args.min_replicas, args.actors, spent_so_far(run.url))
-    if offer is not None and not is_agreed(offer, args.yes):
+    if offer is not None and not agree_on_price(offer, args.yes):
         return Answer(code=DECLINED)
     lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas, args.actors)
     return Answer({"run": run.url, "replicas": args.replicas, "messages": lines}, lines)

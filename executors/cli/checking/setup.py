@@ -85,7 +85,7 @@ def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping
 
 
 def _modal_login() -> None:
-    with modal_sdk.translated_errors():
+    with modal_sdk.translated_errors("check the login"):
         modal_sdk.sdk().Client.from_env().hello()
 
 
@@ -98,7 +98,7 @@ def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> 
         values = _store_values(url, environ)
         if not values or not ask(f"make the Modal secret {name!r} of {', '.join(values)} in this shell's environment?"):
             raise
-    with modal_sdk.translated_errors():
+    with modal_sdk.translated_errors("make the secret"):
         modal_sdk.sdk().Secret.objects.create(name, values)
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from diloco.events import LAUNCH_BEGINS
 from diloco.process.journal import read_log
-from diloco.run.record import read_run
+from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
 from diloco.runlog.scope import COSTS
 from diloco.runlog.sessions import SessionSummary
@@ -68,8 +69,11 @@ def bucket_log(words: Sequence[str]) -> OpenLog:
 
 
 @contextmanager
-def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
-    """Open a log.   slot: r01, r01-2 or supervisor.   Raise UsageError for "" and for an unknown name."""
+def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
+    """Open a log.   slot: r01, r01-2 or supervisor.   Raise UsageError for "" and for an unknown name.
+
+    Platforms get the store's URL, as at the launch: `run.url` is as the user typed it."""
+    url = run.url
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
@@ -80,7 +84,7 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
         if SESSION.fullmatch(slot):
             yield _log_of_session(url, slot, executor)
             return
-        found = {h.slot: h for h in executor.find(url)}
+        found = {h.slot: h for h in executor.find(run.store.url)}
         own = process_folder(url) / "supervisor.log"
         if slot in found:
             yield _replica_log(executor, found[slot])
@@ -110,7 +114,7 @@ def _log_of_session(url: str, name: str, executor: FleetExecutor) -> OpenLog:
 
 def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
     """Return the launch of the session from the log; None if it is unknown."""
-    launches = (handle_in(e, report.url) for e in report.of_kind("launched", "found") if e["slot"] == session.slot)
+    launches = (handle_in(e, report.url) for e in report.of_kind(*LAUNCH_BEGINS) if e["slot"] == session.slot)
     return next((h for h in launches if h is not None and is_from_launch(h, session)), None)
 
 

@@ -54,7 +54,10 @@ def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
 
 
 def publish_page(report: Report, store: Store, now: float) -> str:
-    """Write the page into the run's bucket; return its URL.   Raise UsageError if the bucket is read-only."""
+    """Write the page into the run's bucket; return its URL.
+
+    Raise UsageError if the bucket cannot be written: it is read-only, full or gone.
+    """
     data = whole_page(report, store, now)
     chunks = {f"{n}.json": body for n, body in encode_chunks(data["chunks"]).bodies.items()}
     publisher = Publisher(store, report.name)
@@ -68,7 +71,7 @@ def publish_page(report: Report, store: Store, now: float) -> str:
 
 
 def publish_refused(error: Exception) -> str:
-    """Return the message about a read-only bucket."""
+    """Return the message about a bucket that cannot be written."""
     return (
         f"the page cannot be written into the bucket: {' '.join(str(error).split())}. "
         "What needs no writing still works: diloco watch RUN --web, diloco report RUN"

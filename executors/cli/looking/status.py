@@ -6,9 +6,9 @@
     demo  outer step 5 of 12  reward 0.12 ▁▂▃▅ 0.41  14 s
       slot   phase  step  inner  reward  counted   beat
       r00-1  train     5    3/6   0.412        5   0.1 s
-      r01-1  -                    killed at 12.2 s in step 4
+      r01-1  killed at 12.2 s, counted in 4 steps
       r01-2  heal      5                       0   0.1 s
-    ! r02 has offers of ['r02'], needs min_replicas=2
+      r02 has offers of r02, needs min_replicas=2; r01 is silent for 8 s, at step 4
 
 The line about the run's supervisor:
 

@@ -1,4 +1,4 @@
-"""The verbs that show a run: they only read its bucket (except to publish a page there).
+"""The verbs that show a run.  They only read its bucket, except for `--publish`, and for drain and scale in `watch`.
 
     status costs report diff   short; they write nothing before all is read, so they are repeated if the bucket is busy
     watch logs                 follow a run
@@ -100,7 +100,7 @@ def _logs(args: Namespace, run: "Run") -> Answer:
     from executors.cli.looking import logs
     from rendezvous.agreement.membership import read_control
 
-    with logs.log_of(run.url, read_control(run.store), args.slot) as log:
+    with logs.log_of(run, read_control(run.store), args.slot) as log:
         if not args.follow:
             lines = log.lines(args.tail)
             return Answer({"slot": args.slot, "handle": log.handle, "lines": lines}, lines)

@@ -40,8 +40,8 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
     if (holder := supervisor_of(store)) is not None:
         raise UsageError(
             f"{url} is supervised by process {holder.pid} on {host_words(holder.host)}, with another config "
-            f"({'; '.join(differs)}). If it is to end: diloco stop {shlex.quote(url)}, then the same command again; "
-            "else use another --run"
+            f"({'; '.join(differs)}). To end that run: diloco stop {shlex.quote(url)}, then this command again. "
+            "To keep it: another --run"
         )
     if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
         raise UsageError(

@@ -18,7 +18,7 @@ from diloco.run.record import Run
 from diloco.runlog.reader import Reader
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import LOST_LATER
-from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
 from executors.cli.starting.plan import existing_run
@@ -60,7 +60,7 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
         notes = {"notes": [*found.notes, *there]}
         return Answer({**offer.to_dict(), **notes}, [*offer.lines(), *there, "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
-    if not over and not is_agreed(offer, asked.yes):
+    if not over and not agree_on_price(offer, asked.yes):
         return Answer(code=DECLINED)
     is_trained = open_store(asked.url).get(layout.commit_key(0)) is not None
     url = asked.url if is_trained else found_again(found.config, asked.url, clock, say)

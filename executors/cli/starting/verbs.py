@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from executors.cli.answers import DECLINED, Answer, is_agreed, say
+from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words, present_url
 from executors.cli.options import add_config, add_run_verb, add_verb, again, flag, offer, read_config, value
 from executors.platforms import EXECUTORS
@@ -132,7 +132,7 @@ def _train(args: Namespace) -> Answer:
     fork = _read_fork(asked, config) if asked.origin else None
     offer = quote.quote_start(asked, config, config.fleet.replicas)
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps or config.fleet.steps)
-    if not over and not is_agreed(offer, asked.yes):
+    if not over and not agree_on_price(offer, asked.yes):
         return Answer(code=DECLINED)
     if asked.again:
         from executors.cli.starting.again import found_again
@@ -195,7 +195,7 @@ def _resume(args: Namespace) -> Answer:
 
         refuse_actors(run.config)
     offer = quote.quote_start(asked, run.config, wanted.replicas)
-    if not is_agreed(offer, asked.yes):
+    if not agree_on_price(offer, asked.yes):
         return Answer(code=DECLINED)
     quote.write_desired(run, SystemClock(), **asked.fleet.told())
     quote.write_quote(run.store, SystemClock(), offer)

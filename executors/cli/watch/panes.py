@@ -15,6 +15,7 @@ from textual.screen import Screen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from diloco.runlog.sessions import BAD_ENDS
 from diloco.views.overview import SessionRow, rows_to_show
 from executors.cli.watch import words
 from executors.cli.watch.looks import Picture, error_words
@@ -23,7 +24,6 @@ STYLES = {
     "train": "#5fd75f", "wait": "#d7af5f", "silent": "bold #ff5f5f", "heal": "#5fd7d7", "starting": "#5fd7d7",
 }  # fmt: skip
 ALARM = "bold #ff5f5f"
-BAD = ("killed", "lost", "crashed", "diverged", "gave up", "hung")
 
 
 class Panes:
@@ -104,6 +104,6 @@ class Panes:
 
 def _styled(row: SessionRow, line: str, width: int, *, chosen: bool) -> Text:
     text = Text(line.ljust(width - 2) if chosen else line, "reverse" if chosen else "" if row.is_live else "dim")
-    style = STYLES.get(row.phase, "") if row.is_live else ALARM if row.phase in BAD and row.is_newest else ""
+    style = STYLES.get(row.phase, "") if row.is_live else ALARM if row.phase in BAD_ENDS and row.is_newest else ""
     text.stylize(style, *words.phase_cell(width))
     return text

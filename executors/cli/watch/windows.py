@@ -220,7 +220,7 @@ def log_text(run: Run, wanted: Wanted, session: str) -> TextSource:
     """Return a session's log.   session: r01-2, or r01 for a slot without a claim."""
 
     def read() -> list[str]:
-        with logs.log_of(run.url, wanted, session) as log:
+        with logs.log_of(run, wanted, session) as log:
             return ["\n".join(log.lines(TAIL)) or "it has printed nothing yet"]
 
     return TextSource(f"log of {session}", read)
@@ -252,14 +252,14 @@ def events_text(lines: Sequence[str]) -> TextSource:
 
 
 def drain(app: "WatchApp", slot: str) -> None:
-    """Let one slot finish its round and leave, if the user agrees."""
+    """Ask one slot to offer its work and leave, if the user agrees."""
     looks = app.looks
 
     def answered(agreed: bool | None) -> None:
         if agreed:
             write_in_thread(app, lambda: scale.drain(looks.run, looks.clock, slot))
 
-    question = f"Drain {slot}? It finishes its round, offers it and leaves; its slot stays empty."
+    question = f"Drain {slot}? It ends its inner step, offers its work and leaves; its slot stays empty."
     app.push_screen(AskWindow(question), answered)
 
 

@@ -25,7 +25,7 @@ MARK = "diloco-export.json"  # in an exported folder: its run, outer step and fi
 def refuse_export(to: Path) -> None:
     """Raise UsageError if the export would overwrite files that no export wrote, or would write into a run."""
     if to.is_file():
-        raise run_url.UsageError(f"{to} is a file, and a model is a folder. Name a new one")
+        raise run_url.UsageError(f"{to} is a file. Name a new folder: --to FOLDER")
     for above in (to, *to.resolve().parents):
         if (above / layout.RUN).is_file() and (above / "control").is_dir():
             where = f"{to} lies in the run at {above}, whose own files it would write over"

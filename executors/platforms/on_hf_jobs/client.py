@@ -121,7 +121,9 @@ class Hub:
     # ------------------------------------------------------------------ patience
 
     def patient(self, what: str, request: Callable[[], T], pauses: Sequence[float] = PAUSES) -> T:
-        """Return the answer to a request, which is tried again after each of the pauses."""
+        """Return the answer to a request.  After a transient error, repeat the request, once after each pause.
+
+        Raise any other error at once, as an ExecutorError.   what: the request, for the error's text."""
         for pause in (*pauses, None):
             try:
                 return request()

@@ -225,7 +225,8 @@ def preload(names: Sequence[str]) -> None:
             traceback.print_exc()
     gc.freeze()  # so that a child's garbage collection does not copy shared memory pages
     if threading.active_count() > 1:
-        print(f"threads before a fork: {[t.name for t in threading.enumerate()]}", file=sys.stderr)
+        running = [t.name for t in threading.enumerate()]
+        print(f"imports started threads ({running}), so a forked child may hang; see --option preload", file=sys.stderr)
 
 
 def serve() -> None:

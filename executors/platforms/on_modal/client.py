@@ -54,8 +54,8 @@ def inside_container() -> bool:
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
-    """Raise Modal's errors as ours, which say what happened and what to do."""
+def translated_errors(request: str) -> Iterator[None]:
+    """Raise Modal's errors as ours, which say what happened and what to do.   request: "stop the run's app", …"""
     e = sdk().exception
     try:
         yield
@@ -65,7 +65,7 @@ def translated_errors() -> Iterator[None]:
         raise ExecutorError("\n".join(_why_build_failed(error))) from None
     except Exception as error:
         if no_answer(error):
-            raise Unavailable(f"Modal did not answer ({error}); nothing was started, try again") from None
+            raise Unavailable(f"Modal did not answer the request to {request} ({error}). Try again") from None
         if isinstance(error, e.Error):
             raise ExecutorError(f"Modal refused: {error}") from None
         raise
@@ -113,7 +113,7 @@ def no_answer(error: BaseException) -> bool:
 
 def check_account(secrets: Iterable[str], run: str) -> None:
     """Check the token, the configured Modal environment, and each secret in it.  Raises ExecutorError."""
-    with translated_errors():
+    with translated_errors("check this account"):
         environment = sdk().config.config["environment"] or ""
         try:
             if environment:
@@ -122,8 +122,8 @@ def check_account(secrets: Iterable[str], run: str) -> None:
                 sdk().Client.from_env().hello()
         except sdk().exception.NotFoundError:
             raise ExecutorError(
-                f"Modal has no environment {environment!r} (MODAL_ENVIRONMENT, or the profile's). Next: `modal "
-                "environment list` names those there are"
+                f"Modal has no environment {environment!r} (MODAL_ENVIRONMENT, or the profile's). `modal environment "
+                "list` lists the existing ones"
             ) from None
         for name in secrets:
             check_secret(name, run)

@@ -63,7 +63,7 @@ class Deployments:
 
         function: the supervisor's function if `specs` are a supervisor; else "".   like: specs that it will launch.
         """
-        with translated_errors():
+        with translated_errors("prepare a launch"):
             return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
 
     def _missing_deployed(

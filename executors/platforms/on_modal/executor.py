@@ -145,7 +145,7 @@ class ModalExecutor(Executor):
         return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
-        with translated_errors():
+        with translated_errors("renew the lease"):
             for run in {h.run for h in handles}:
                 ask_patiently(lambda run=run: self._apps.register_of(run, create=True).renew(until), self._clock)
         return True
@@ -159,7 +159,7 @@ class ModalExecutor(Executor):
         timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
         try:
             known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
-        except Exception as error:  # of the connection or the service, or a missing function
+        except Exception as error:  # the connection or the service failed, or the function does not exist
             self._apps.doubt(spec.run)
             if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
@@ -206,7 +206,7 @@ class ModalExecutor(Executor):
         return [h for h, was_heard in zip(handles, heard, strict=True) if not was_heard]
 
     def discover(self, run: str) -> list[Handle]:
-        with translated_errors():
+        with translated_errors("list the run's launches"):
             try:
                 launched, _ = ask_patiently(Register.open(app_name(run), create=False).look, self._clock)
             except sdk().exception.NotFoundError:
@@ -228,7 +228,7 @@ class ModalExecutor(Executor):
 
     def sweep(self, run: str) -> list[str]:
         """Cancel the registered calls; if there are other calls, stop the app, which ends them."""
-        with translated_errors():
+        with translated_errors("end the run's calls"):
             try:
                 register = Register.open(app_name(run), create=False)
                 launched, _ = ask_patiently(register.look, self._clock)
@@ -246,7 +246,7 @@ class ModalExecutor(Executor):
     def sweep_all(self, dry_run: bool = False) -> list[str]:
         """End all apps of this project in this Modal environment."""
         names = [name for name in modal_client.live_apps() if name.startswith(PREFIX)]
-        with translated_errors():
+        with translated_errors("stop the apps"):
             for name in () if dry_run else names:
                 with suppress(sdk().exception.NotFoundError):
                     ask_patiently(lambda name=name: sdk().App.lookup(name).stop(), self._clock)
@@ -255,7 +255,7 @@ class ModalExecutor(Executor):
     def shutdown(self, run: str) -> None:
         """End all calls of a run, also unregistered ones, by stopping its app."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
-        with translated_errors(), suppress(sdk().exception.NotFoundError):
+        with translated_errors("stop the run's app"), suppress(sdk().exception.NotFoundError):
             ask_patiently(lambda: sdk().App.lookup(app_name(run)).stop(), self._clock)
         self._apps.doubt(run)
 
@@ -264,7 +264,7 @@ class ModalExecutor(Executor):
         name = app_name(run)
         e = sdk().exception
         removed = list[str]()
-        with translated_errors():
+        with translated_errors("remove the run's app"):
             with suppress(e.NotFoundError):
                 ask_patiently(lambda: sdk().App.lookup(name).stop(), self._clock)
                 removed.append(f"removed the app {name} from Modal")

@@ -21,9 +21,8 @@ from packaging.utils import canonicalize_name
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
 from executors.platforms.packages.versions import check_command, portable_requirement, vllm_requirements
-from executors.platforms.packages.wheel import PACKAGES, PROJECT
+from executors.platforms.packages.wheel import EXTRAS, PACKAGES, PROJECT
 
-EXTRAS = ("train", "diloco", "replay", "serverless")
 THERE_ALREADY = {"modal"}  # Modal adds its client to every image
 COMPILER = ("gcc", "libc6-dev")  # compiles the codecs' kernels; without the kernels, packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
@@ -84,7 +83,7 @@ def with_source(image: Any, entrypoints: Iterable[str]) -> Any:
 def pinned_requirements() -> list[str]:
     """Return name==version of every package that the project needs, as installed here (versions.py)."""
     found: dict[str, str] = {}
-    todo: list[tuple[str, frozenset[str]]] = [(PROJECT, frozenset(EXTRAS))]
+    todo: list[tuple[str, frozenset[str]]] = [(PROJECT, frozenset(EXTRAS.split(",")))]
     seen = set(todo)
     while todo:
         name, extras = todo.pop()

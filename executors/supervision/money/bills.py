@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from diloco.events import LAUNCH_BEGINS
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.sessions import SessionSummary
 from executors.supervision.costs import LEASE_S, Bill, Costs
@@ -26,7 +27,6 @@ from rendezvous.records.records import Beat
 
 Process = tuple[str, str | int]  # slot, and host or pid
 Spans = Sequence[tuple[float, float]]  # (since, to), Unix times
-BEGINS = ("launched", "found")
 ENDS = ("lost", "ended")
 WAITS = ("pending", "running")  # the launch waits for a machine; the launch has a machine
 
@@ -58,7 +58,7 @@ def unpriced(spent: Costs) -> tuple[Bill, ...]:
 
 def billed_events(report: Report) -> list[Mapping[str, Any]]:
     """Return the events of supervisors from which bills are computed."""
-    kinds = (*BEGINS, *ENDS, *WAITS)
+    kinds = (*LAUNCH_BEGINS, *ENDS, *WAITS)
     return [e for e in report.events if e["who"].startswith(SUPERVISOR) and e["event"] in kinds]
 
 
@@ -106,7 +106,7 @@ def _per_launch(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str
     for e in events:
         slot = e["slot"]
         native = native_of(e)
-        if e["event"] in BEGINS:
+        if e["event"] in LAUNCH_BEGINS:
             newest[slot] = e.get("attempt", 1)
             process[slot, newest[slot]] = native or ""
             found.setdefault((slot, newest[slot], native or ""), [e])

@@ -21,22 +21,22 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from diloco.events import WARNINGS, event_text
+from diloco.events import LAUNCH_BEGINS, LAUNCH_ENDS, WARNINGS, event_text
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.summary import solo_words
 from diloco.units import dollars, duration
 from diloco.views.overview import silent_s
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
-from executors.supervision.money.bills import costs
+from executors.supervision.money.bills import ENDS, costs
 from executors.supervision.outage import open_outages
 from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
 
 MOST_LINES = 8
-SETTLES = ("launched", "found", "lost", "ended")
+SETTLES = (*LAUNCH_BEGINS, *ENDS)
 AFTER_S = 120.0  # seconds for a supervisor's look, a pause before the second start, and the check of the budget
-ABOUT = ("launched", "found", "lost", "ended", "killed")
+ABOUT = (*LAUNCH_BEGINS, *LAUNCH_ENDS)
 REASONS = ("refused", "platform_silent")
 LEAST = 64 << 10  # free bytes; with fewer, not even heartbeats and logs can be written reliably
 
@@ -104,10 +104,21 @@ HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 }
 
 
+# Before all others, which keep the order of DETECTORS: a poisoned run, then one that does not go on, then the rest.
+MOST_URGENT = (
+    "diverged", "forged", "disk_full", "platform_silent", "reward_failed", "slot_unserved", "stalled", "slot_lost",
+    "budget", "alerts_failed",
+)  # fmt: skip
+
+
 def all_troubles(report: Report, now: float) -> list[Trouble]:
     """Return all troubles of a run, the most urgent first.   now: Unix time."""
     own = [found for detector in HOST_DETECTORS.values() for found in detector(report, now)]
-    return [*own, *found_in_log(report, now)]
+    return sorted([*own, *found_in_log(report, now)], key=_urgency)
+
+
+def _urgency(found: Trouble) -> int:
+    return MOST_URGENT.index(found.kind) if found.kind in MOST_URGENT else len(MOST_URGENT)
 
 
 def found_in_log(report: Report, now: float) -> list[Trouble]:
@@ -119,8 +130,8 @@ def found_in_log(report: Report, now: float) -> list[Trouble]:
 def message_lines(report: Report, now: float) -> list[str]:
     """Return lines on troubles, latest warnings and replicas' notes, the most urgent first; at most MOST_LINES."""
     lines = [f"! {report.damage}"] if report.damage else []
-    lines += [f"! {found.text}" for kind in HOST_DETECTORS for found in HOST_DETECTORS[kind](report, now)]
-    lines += [f"! {found.line}" for found in found_in_log(report, now)]
+    troubles = all_troubles(report, now)
+    lines += [f"! {found.text if found.kind in HOST_DETECTORS else found.line}" for found in troubles]
     loud = [e for e in report.of_kind(*WARNINGS) if not found_room(e, report)]
     lines += [f"! {e['who']}: {e['event'].replace('_', ' ')}: {event_text(e)}" for e in loud[-2:]]
     noted = [b for b in report.beats.values() if b.note and b.phase != "sample" and is_listening(b, report, now)]

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
+from diloco.events import LAUNCH_BEGINS
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from diloco.runlog.scope import COSTS
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status, require_fleet, unanswered
@@ -22,7 +23,7 @@ from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.errors import StoreUnclear
 from rendezvous.store import Store
 
-BEGUN = ("launching", "launched", "found")
+BEGUN = ("launching", *LAUNCH_BEGINS)
 LAG_S = 30.0  # seconds until a platform lists a new job
 
 

@@ -94,8 +94,8 @@ def check_task(task: DeletionTask) -> None:
             raise InnerError(f"{task.name}: there is no {kind} test. Write one, or choose other functions.")
     if all(test.expects_exception for test in task.tests if test.name in without.failed):
         raise InnerError(
-            f"{task.name}: each fail-to-pass test expects an exception, so always raising it passes. Write one that "
-            "expects a value."
+            f"{task.name}: each fail-to-pass test expects an exception, so code that always raises it would pass. "
+            "Write a test that expects a value."
         )
 
 

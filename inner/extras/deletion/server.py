@@ -221,7 +221,8 @@ def read_tasks(folder: Path, packages: str = "") -> list[DeletionTask]:
         if task.around.beside and not packages:
             needed = " ".join(task.around.requires)
             raise InnerError(
-                f"{task.name} needs packages: `pip install --no-deps --target packages {needed}`, and --packages."
+                f"{task.name} needs packages. Run `pip install --no-deps --target packages {needed}`, and start the "
+                "server with --packages packages."
             )
     return found
 

@@ -39,7 +39,7 @@ class FeatureDeletion:
 
     def __init__(self) -> None:
         if self._reward not in ("all", "share"):
-            raise InnerError(f'{type(self).__name__}._reward is "all" or "share", found {self._reward!r}.')
+            raise InnerError(f'{type(self).__name__}._reward must be "all" or "share"; found {self._reward!r}.')
         require_sandbox()
 
     @classmethod
@@ -95,7 +95,7 @@ class FeatureDeletion:
             text: its new content
         """
         if not isinstance(path, str) or not isinstance(text, str):
-            raise ValueError("path and text are strings")
+            raise ValueError("path and text must be strings")
         after = {**self._files, checked_path(path): text}
         if len(after) > len(self._task.files) + MOST_FILES or len(text) > MOST_TEXT:
             raise ValueError(f"you may add at most {MOST_FILES} files, each of at most {MOST_TEXT} characters")

@@ -94,8 +94,8 @@ class ReplicaPlan:
             )
         if bool(self.teachers) != bool(self.replay_actors) or (self.teachers and not self.ledger):
             raise InnerError(
-                f"{len(self.teachers)} teachers for {self.replay_actors} replay actors, ledger {self.ledger!r}: give "
-                "all three, so that a killed actor's answers are not paid for again, or none."
+                f"{len(self.teachers)} teachers for {self.replay_actors} replay actors, ledger {self.ledger!r}. Give "
+                "all three, or none. With a ledger, answers of a killed actor are not paid for again."
             )
 
 

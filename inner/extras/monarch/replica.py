@@ -56,7 +56,7 @@ class ReplicaActor(RoleActor):
         self._processes: dict[str, Any] = {}
         self._last_words: dict[str, str] = {}
         self._ending = False
-        self._returned_at = 0.0  # monotonic time at which messages for lost processes are back with their senders
+        self._returned_at = 0.0  # monotonic time until which messages to lost processes may still return
 
     @endpoint
     def start(self, itself: Any) -> None:

@@ -323,7 +323,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
     A call failed if its metadata have an error_kind, if an MCP tool reports an error, or if the server refused it.
-    tools: the server's tools, which are never unknown"""
+    tools: names of the server's tools.  A failure of one of these is never reported as an unknown tool."""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")

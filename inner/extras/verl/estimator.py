@@ -132,8 +132,8 @@ def _fields_of(
         )
     if not found.has_rows(response_mask, rewards, uid):
         raise KeyError(
-            "attach_composer_fields was given fields of other rows than this batch has: they are of an earlier batch, "
-            "or the batch was balanced, filtered or copied since. Attach the fields later, right before the advantage"
+            "the fields of attach_composer_fields belong to other rows than this batch: to an earlier batch, or to "
+            "this batch before it was balanced, filtered or copied. Attach the fields right before the advantage"
         )
     return found.fields
 

@@ -120,8 +120,8 @@ class ComposerAdvantage:
             )
         if config.algorithm.adv_estimator == "grpo_composer":
             raise ValueError(
-                "this trainer adds its terms to any estimator of verl's, and grpo_composer would look for them in the "
-                "driver. Set algorithm.adv_estimator=grpo"
+                "this trainer itself adds the channels' terms, so it does not need the estimator grpo_composer. "
+                "Set algorithm.adv_estimator=grpo"
             )
         own = (
             config.trainer.v1
