@@ -176,7 +176,7 @@ class Reader:
         self._focus = WHOLE
         self._beats: dict[str, Beat] = {}
         self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
-        self._unread: list[Counted] = []  # offers to read: a look may have ended in an error before
+        self._unread: list[Counted] = []  # offers to read, also those of a look that ended in an error
 
     @property
     def ahead(self) -> Ahead:

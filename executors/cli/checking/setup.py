@@ -113,9 +113,9 @@ def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> I
         yield _tried_step("bucket", bucket, lambda: _hf_bucket(hub, bucket, ask))
     if missing := [n for n in CREDENTIALS.get(_scheme_of(url), ()) if n not in environ and n != "HF_TOKEN"]:
         where = KEYS_PAGE if _scheme_of(url) == "hf" else "export them"
-        yield SetupStep("keys", f"{', '.join(missing)} not set in this shell", where)
+        yield SetupStep("keys", f"this shell does not set {', '.join(missing)}", where)
         return
-    yield SetupStep("keys", "set in this shell; they travel as job secrets, nothing else of them does")
+    yield SetupStep("keys", "set in this shell; jobs get them as secrets, and in no other way")
     yield _store_step(url, clock)
 
 

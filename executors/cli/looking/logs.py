@@ -73,7 +73,8 @@ def log_of(url: str, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
-            f"which log? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and, if detached, supervisor"
+            f"which log? This run has those of {there} and, if it is detached, of supervisor. For example: "
+            f"diloco logs {shlex.quote(url)} r00"
         )
     executor = build_executor(wanted.places, wanted.former)
     try:

@@ -210,7 +210,10 @@ def _is_deletion_agreed(lines: list[str]) -> bool:
     from executors.preflight import quote
 
     if not sys.stdin.isatty():
-        raise run_url.UsageError("deleted objects do not come back. Add --yes, or look first with --dry-run")
+        raise run_url.UsageError(
+            "nothing was deleted: stdin is not a terminal, so you cannot be asked, and deleted objects do not come "
+            "back. Add --yes, or look first with --dry-run"
+        )
     say("\n".join(fit_lines(lines, sys.stderr)))
     return quote.yes("delete them?", agreed=False)
 
@@ -246,7 +249,7 @@ def _traces(args: Namespace, run: "Run") -> Answer:
     _refuse_targets(args)
     with warnings_said():
         made = freeze(run.store, Path(args.to), run.record.nonce)
-    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
+    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of these states the action failed"
     data, lines = {"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)]
     if args.pairs:
         from diloco.model.late_rewards import write_pairs
@@ -276,7 +279,7 @@ def _reward(args: Namespace, run: "Run") -> Answer:
     given = give_reward(run, SystemClock(), args.rollout, args.value, args.name)
     before = "no reward" if given.recorded is None else f"{given.recorded:g}"
     lines = [
-        f"{given.name} gives {given.value:g} to {args.rollout}. Training has {before} for it and keeps to that; "
+        f"{given.name} gives {given.value:g} to {args.rollout}. Training used {before} for it, which stays so; "
         "`diloco traces` and `diloco report` show both"
     ]
     facts = {"name": given.name, "value": given.value, "trained_on": given.recorded, "at": given.at}

@@ -54,7 +54,8 @@ def full_words(url: str) -> str:
     if free >= LEAST or disk.f_blocks == 0:
         return ""
     size = disk.f_blocks * disk.f_frsize
-    return f"the run's disk is full ({free} bytes left of {size / 1e6:.0f} MB): all wait; free some, they go on"
+    disk = f"{free} bytes left of {size / 1e6:.0f} MB"
+    return f"the run's disk is full ({disk}), and all replicas wait: free some space, and they go on"
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
@@ -75,13 +76,13 @@ def reward_failed(report: Report, now: float) -> list[Trouble]:
 
 
 def platform_silent(report: Report, now: float) -> list[Trouble]:
-    advice = "Replicas go on; none is replaced until it answers"
+    advice = "Replicas go on; a lost one is replaced when the platform answers again"
     texts = open_outages(report.events, now)
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 
 
 def slot_unserved(report: Report, now: float) -> list[Trouble]:
-    advice = "`diloco logs RUN supervisor` has its words; `diloco resume RUN` where no supervisor lives"
+    advice = "`diloco logs RUN supervisor` says why; if no supervisor runs, `diloco resume RUN` starts one"
     return [trouble("slot_unserved", text, advice, step=report.head) for text in unserved(report, now)]
 
 
