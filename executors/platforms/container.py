@@ -172,9 +172,9 @@ class Child:
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord, late_grace_s: float) -> int:
-        """Wait for the child; return its exit code.  After `seconds`, ask it to leave; if it does, return RESUME.
+        """Wait for the child; return its exit code, or LEFT if the launcher's lease is over.
 
-        late_grace_s: seconds that the child may take to leave after that request.
+        After `seconds`, ask it to leave; return RESUME if it then leaves or is killed, `late_grace_s` later at most.
 
         The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
         kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.

@@ -59,7 +59,7 @@ PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket
 
 @dataclass(frozen=True)
 class End:
-    """The end of one slot's newest generation, or of a launch on a platform.   live: it has not ended."""
+    """The end of a slot's newest generation, a launch, the supervisor or the boxes.   live: no end is proven."""
 
     name: str
     live: bool

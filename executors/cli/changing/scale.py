@@ -92,7 +92,7 @@ def after_stop_words(store: Store, *, found: bool) -> str:
     with suppress(RendezvousError):  # a run with damaged control records can be stopped, too
         if is_finished(store, read_control(store)):
             return "no replica runs any more, and all outer steps are committed"
-    return "no replica runs any more; `diloco resume` goes on"
+    return "no replica runs any more; `diloco resume` continues the run"
 
 
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:

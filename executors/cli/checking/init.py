@@ -118,7 +118,7 @@ class StarterTask:
 
 
 def init(folder: Path, *, model: str, task: str) -> list[str]:
-    """Write the project; return the names of its files.   Raise UsageError if one of them exists already."""
+    """Write the project; return the names of its files.   Raise UsageError for a built-in model or a used folder."""
     if model in ("toolworld", "tiny"):
         raise UsageError(f"{model} is built in and has a task of its own. `diloco demo` runs toolworld; name a model")
     if Path(model).exists():  # relative to the folder of the command; paths in run.toml start at its own folder

@@ -5,7 +5,8 @@
 
     is one alive? ──yes──▶ nothing is started             its heartbeat changes, or its process runs on this machine
          └─no─▶ detach ─▶ wait ─┬─▶ its first look at the run is over: it supervises
-                                └─▶ it ended: its last lines and exit code, also in the run's log
+                                ├─▶ it ended: its last lines and exit code, also in the run's log
+                                └─▶ it is silent for SILENT_MOST_S: exit code 75
 
 Not promised: that a detached process works while this machine sleeps; replicas elsewhere continue meanwhile.
 """
@@ -86,7 +87,7 @@ def detach_answer(run: Run, url: str) -> Answer:
 
 
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
-    """Start a supervisor unless one is alive; return when it supervises, or has ended."""
+    """Start a supervisor unless one is alive; return when it supervises, has ended, or is silent for too long."""
     before = read_beat(run.store, SUPERVISOR)
     if (other := living_supervisor(run.store, clock)) is not None:
         who = f"process {other.pid} on {host_words(other.host)}"

@@ -4,7 +4,7 @@
     not a terminal        one line per outer step and event; --json: the same as JSON
     textual is missing    a line that says how to install it
 
-The command only reads the run, so it may be killed and started again.
+Only the keys d and s write to the run, so the command may be killed and started again.
 
 Not promised: a picture that is newer than its bucket; stale data are marked with their age.
 """

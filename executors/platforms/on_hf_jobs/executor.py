@@ -5,7 +5,7 @@
                                  ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
-    ERROR ▶ FAILED with the exit code in its last log line; LOST if the log was cut off before that line
+    ERROR ▶ FAILED with the exit code in its last log line; LOST without that line, or after a signal from outside
 
 The Hub starts a replica's job only once, because the supervisor must know about every replacement.  It starts the
 supervisor's own job again when its host dies; a new supervisor needs the lease, so two supervisors launch no replica
@@ -184,7 +184,7 @@ class HFJobsExecutor(Executor):
             return Status(handle, State.PENDING, job.message)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
-        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a supervisor's job always ends as COMPLETED
+        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a failed supervisor's job completes, too
         lines = [] if done else _last_lines(self._hub, job.id)
         began_at = job.finished - job.ran_s if job.finished else 0.0
         return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)

@@ -5,7 +5,7 @@
     a new supervisor learns from these events the open troubles and the undelivered messages (decision 050)
 
     {"text": "diloco mine: stalled: no outer step for …", "kind": …, "slot": …, "step": …, "advice": …, "page": …,
-     "state": "begun" | "over", "run": "mine", "id": …, "at": …}
+     "state": "begun" | "over", "run": "mine", "id": …, "at": …, "seen": "no outer step for …"}
 
 The supervisor waits for answers only at its end, for CLOSE_S.  The URL may be a secret: logs and errors show only its
 host, and we follow no redirect, which would show the URL to another host.

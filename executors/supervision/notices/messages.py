@@ -5,7 +5,7 @@
     newest warnings, notes of replicas ─────────────────────────┴▶ message_lines ─▶ `diloco status`, `diloco watch`
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
-    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
+    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "wanted, but neither running …: r02 …"
 
 A launch does not count if its replica has left since.  The reason in the line is the text of the supervisor's newest
 event whose kind is in REASONS.
@@ -14,7 +14,7 @@ A replica's event that its own disk was full is hidden once the replica has join
 no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
-returns only the most urgent.  And not the exact time of a start, which needs a running supervisor.
+returns only the first ones.  And not the exact time of a start, which needs a running supervisor.
 """
 
 import os
@@ -118,7 +118,7 @@ def found_in_log(report: Report, now: float) -> list[Trouble]:
 
 
 def message_lines(report: Report, now: float) -> list[str]:
-    """Return lines on troubles, latest warnings and replicas' notes, the most urgent first; at most MOST_LINES."""
+    """Return the first MOST_LINES of these lines: damage, troubles, two newest warnings, replicas' notes, others."""
     lines = [f"! {report.damage}"] if report.damage else []
     lines += [f"! {found.text}" for kind in HOST_DETECTORS for found in HOST_DETECTORS[kind](report, now)]
     lines += [f"! {found.line}" for found in found_in_log(report, now)]
@@ -131,7 +131,7 @@ def message_lines(report: Report, now: float) -> list[str]:
     if words := solo_words(report):
         lines.append(f"! {words}")
     if report.wanted.stop and not report.done:
-        lines.append("! a stop was asked for; `diloco resume` goes on")
+        lines.append("! `diloco stop` has asked this run to end; `diloco resume` continues it")
     return lines[:MOST_LINES]
 
 
