@@ -94,7 +94,7 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
         rollouts = bundle_rollouts(bytes(payload))
         whole = is_whole(record, payload, required_digest_kind(run.store))
     except (WireError, ValueError) as error:
-        raise ConfigError(f"{key} cannot be used: {error}") from error
+        raise ConfigError(f"{key} cannot be used: {error}. Reward a rollout of another key") from error
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Reward a rollout of another key")
     if record.step != step or index >= len(rollouts):

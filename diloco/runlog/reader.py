@@ -264,7 +264,7 @@ class Reader:
         try:
             commit = None if body is None else decode(body)
         except WireError as error:
-            self._damage = f"commit {t} cannot be read: {error}"
+            self._damage = f"commit {t} cannot be read: {error}. Restore {key} from a backup"
             return None
         if commit is None or body is None:
             return None

@@ -77,7 +77,7 @@ def next_command(place: str, url: str, secret: str) -> str:
 
 
 def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
-    yield _tried_step("login", "Modal knows you", _modal_login)
+    yield _tried_step("login", "Modal accepts your token", _modal_login)
     yield _store_step(url, clock)
     if not url.startswith("modal://"):
         good = f"{secret!r} holds the store's keys"
@@ -107,7 +107,7 @@ def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> 
 
 def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
     hub = Hub("", clock)
-    yield _tried_step("login", "the Hub knows you", lambda: hub.namespace)
+    yield _tried_step("login", "the Hub accepts your token", lambda: hub.namespace)
     if _scheme_of(url) == "hf":
         bucket = "/".join(url.removeprefix("hf://buckets/").split("/")[:2])
         yield _tried_step("bucket", bucket, lambda: _hf_bucket(hub, bucket, ask))

@@ -141,5 +141,5 @@ def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
     if slot in there:
         return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
     if slot == SUPERVISOR:
-        return "no detached supervisor of this run has written a log on this machine"
+        return "no detached supervisor of this run has written a log on this machine; look where it was started"
     return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and sessions, as r00-1)"

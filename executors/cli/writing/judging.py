@@ -102,7 +102,7 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     head = _head(run)
     for step in (first, last):
         if step is not None and step > head:
-            raise UsageError(f"step {step} has not been taken yet: the run is at step {head}")
+            raise UsageError(f"step {step} has not been taken yet: the run is at step {head}. Use at most {head}")
         if step is not None:
             refuse_gone(run, step)
     kept = what_is_kept(run)

@@ -34,7 +34,7 @@ def add_verbs(verbs: Any) -> None:
     value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
     value(export, "--push", "OWNER/NAME", "a repository of the Hub, with a model card, the report and rollouts")
     flag(export, "--public", help="with --push: a new repository is public")
-    flag(export, "--dry-run", help="with --push: write the folder alone")
+    flag(export, "--dry-run", help="with --push: only write the folder")
     flag(export, "--merge", help="write a LoRA run's whole model, not only its adapter")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
