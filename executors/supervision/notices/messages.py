@@ -54,8 +54,8 @@ def full_words(url: str) -> str:
     if free >= LEAST or disk.f_blocks == 0:
         return ""
     size = disk.f_blocks * disk.f_frsize
-    disk = f"{free} bytes left of {size / 1e6:.0f} MB"
-    return f"the run's disk is full ({disk}), and all replicas wait: free some space, and they go on"
+    left = f"{free} bytes left of {size / 1e6:.0f} MB"
+    return f"the run's disk is full ({left}), and all replicas wait: free some space, and they go on"
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
