@@ -143,7 +143,7 @@ def live_apps() -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
     if done.returncode:
         last = (done.stderr or done.stdout).strip()[-300:]
-        raise ExecutorError(f"`modal app list` failed ({last}), so Modal's apps are unknown. Run it here, and correct that")
+        raise ExecutorError(f"`modal app list` failed ({last}), so the apps are unknown. Try it in this shell")
     return [str(app["description"]) for app in json.loads(done.stdout) if app["state"] != "stopped"]
 
 
