@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
 BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
-BEATS = 2  # a heartbeat that is read now is at most so many heartbeats old
+BEATS = 2  # the most age of a heartbeat when it is read, in periods of heartbeats
 SPREAD = 8  # the most places of other actors among which an actor chooses
 
 

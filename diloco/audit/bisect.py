@@ -115,7 +115,8 @@ def _refuse_ends(judged: dict[int, Judgement]) -> None:
     (first, of_first), (last, of_last) = judged.items()
     for t, found in judged.items():
         if found is Judgement.UNCLEAR:
-            raise ConfigError(f"the command cannot say whether θ_{t} is good (exit code 125). Choose another end")
+            why = f"the command cannot say whether θ_{t} is good (exit code 125)"
+            raise ConfigError(f"{why}. Choose another end with --from or --to")
     if of_first is of_last:
         raise ConfigError(
             f"the command finds θ_{first} {of_first} and θ_{last} {of_last}, too: it sees no "
@@ -146,7 +147,8 @@ class Judge:
         code = self._call(at, state, stdout=STDERR).returncode
         if code >= COULD_NOT_RUN or code < 0:
             raise ConfigError(
-                f"{self._name} ended with code {code} on θ_{step}; 0 means good, 1 to 124 bad, 125 unknown"
+                f"{self._name} ended with code {code} on θ_{step}; it has to be 0 (good), 1 to 124 (bad) or 125 "
+                "(cannot say). Correct the command"
             )
         return Judgement.GOOD if code == 0 else Judgement.UNCLEAR if code == UNCLEAR else Judgement.BAD
 

@@ -200,7 +200,7 @@ def _conclusion(found: Blame) -> list[str]:
         return [f"{most.name} moved it most: without it, it would be {size}"]
     harm = found.harm
     if harm is None:
-        return ["none stands out: without any one of them it would be worse, or better by no more than noise"]
+        return ["none stands out: the number would be worse without any one of them, or better within the noise"]
     size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
     return [f"{harm.name} did most harm: without it, it would be {size}"]
 
@@ -213,17 +213,17 @@ def _conclusion_without_metric(found: Blame) -> list[str]:
     advice = "--text FILE, --prompts FILE or -- COMMAND name a number to judge by"
     against = [one for one in found.ranked if one.cosine is not None and one.cosine < OPPOSED]
     if len([one for one in found.without if one.left_out]) == 2 and against:
-        return [f"two replicas pull against each other; which of them is wrong, only a number can say: {advice}"]
+        return [f"two replicas pull against each other; only a number can say which of them is wrong: {advice}"]
     said = [f"{one.name} pulled against the others" for one in against] or ["no replica pulled against the others"]
     return [*said, f"judged by lengths and cosines alone; {advice}"]
 
 
 def _reservations(found: Blame) -> list[str]:
-    said = ["not known: the others' pseudogradients from another θ; the recorded ones were used"]
+    said = ["not known: what the others would have sent from the changed θ; their recorded pseudogradients were used"]
     gone = sorted({t for one in found.without for t in one.inseparable})
     if gone:
         steps = ", ".join(map(str, gone))
-        said.append(f"not separated: the deltas of step {steps} are gone or damaged, so these means went in whole")
+        said.append(f"not separated: the deltas of step {steps} are gone or damaged, so their whole means were used")
     return said
 
 

@@ -24,7 +24,7 @@ from rendezvous.records.records import Claim, Commit, Listed
 
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
-YEAR_9999 = 253402300799.0  # a record's time may be anything; later ones are no dates
+YEAR_9999 = 253402300799.0  # a record may have any number as its time; Python has no later dates
 OPPOSED = -0.1  # a cosine to the mean below this is reported
 
 
@@ -101,7 +101,7 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     since_last = f"{duration(commit.at - ats[-1])} after the last offer that counts"
     if not missing:
         expected = len(expected_slots(facts))
-        there = f"all {expected} replicas that it was to wait for had offered" if expected else "none was expected"
+        there = f"all {expected} expected replicas had offered" if expected else "the step expected no other offers"
         return f"{there}; {since_last}"
     quorum = ats[min(commit.m, len(ats)) - 1]
     tooks = [one.offer.took for one in facts.offers if one.fate == COUNTED]
@@ -168,7 +168,7 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
     if own:
         after = own[0].offer.at - commit.at
         when = f"{duration(after)} after the close" if after >= 0 else f"{duration(-after)} before it, by its clock"
-        return f"its offer came {when}, so the step waited no longer, or it looked dead{ended}"
+        return f"its offer came {when}: the step no longer waited, or the replica looked dead{ended}"
     begun = _generation_before(facts, slot)
     if claim is not None and claim.generation > begun > 0:
         return f"generation {claim.generation} had claimed the slot at {_time(claim.at)} and had no offer yet{ended}"

@@ -346,7 +346,7 @@ class _Recorded(BucketPlaces):
         )
         self._to = to
         self._refused = list[tuple[int, str, str, str]]()
-        self._other_step: tuple[str, int, memoryview] | None = None  # of a bundle here: key, step, payload
+        self._other_step: tuple[str, int, memoryview] | None = None  # key, step and payload of such a bundle
         claimed = map(layout.claimed_slot, store.list(layout.CLAIMS))
         self._has_actors = read_control(store).most_actors > 0 or any(
             slot and layout.is_actor(slot) for slot in claimed
@@ -375,7 +375,7 @@ class _Recorded(BucketPlaces):
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         if body == VOID:
-            return None, "it is empty, or has not the run's tag"
+            return None, "it is empty, or does not have the run's tag"
         record, payload = read_record(body)
         if record.by == self._by and record.step != place.outer:
             self._other_step = self._key(place), record.step, payload

@@ -29,7 +29,7 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Readable, Store
 from rendezvous.stores.ahead import Ahead
 
-STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many are requested together
+STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # the most objects that are requested together
 
 
 class RecordCheck:
@@ -171,16 +171,16 @@ def why_ineligible(rules: Rules, before: Commit | None, t: int, listed: Listed) 
     if rest:
         return f"is of step {listed.step}, which has another fragment"
     if late > rules.max_carry:
-        return f"is of step {listed.step}: it is {late} syncs late, and may be {rules.max_carry}"
+        return f"is of step {listed.step}: it is {late} syncs late, and at most {rules.max_carry} are allowed"
     if before is not None and listed.generation < (lowest := before.fence.get(listed.slot, 0)):
-        return f"is of generation {listed.generation}, and commit {before.t} lets {lowest} and later ones act"
+        return f"is of generation {listed.generation}, and commit {before.t} fences all before {lowest}"
     return ""
 
 
 def commit_flaws(commit: Commit) -> Iterator[str]:
     """Yield what no replica that closes a step writes."""
     if len(commit.fresh_offers) < commit.m:
-        yield f"has {len(commit.fresh_offers)} fresh offers, needs {commit.m}"
+        yield f"has {len(commit.fresh_offers)} fresh offers and needs {commit.m}"
     if list(commit.offers) != sorted(commit.offers, key=lambda o: (-o.step, o.slot)):
         yield "does not list fresh offers by slot, and then late ones by age and slot"
     for o in commit.offers:

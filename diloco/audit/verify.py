@@ -194,7 +194,7 @@ class _Replay:
         for blob, slot, text in [] if self._differed else wrong:
             self._found.differs(t, blob, slot, f"{text}, computed is {base}")
         self._differed = bool(wrong)
-        if t == 0 and self._start.theta and not self._run.record.parent.url:  # a fork's first θ is another
+        if t == 0 and self._start.theta and not self._run.record.parent.url:  # a fork's θ_0 is its parent's
             theta = (as_bytes(part.numpy()) for part in state.thetas)
             if not has_digest_of(theta, self._start.theta, self._kind):
                 self._found.differs(0, layout.MODEL_MANIFEST, "", f"says that θ_0 has the digest {self._start.theta}")

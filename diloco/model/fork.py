@@ -86,7 +86,8 @@ def begin(run: Run, fork: Fork, clock: Clock) -> None:
 def _refuse_unfit(origin: Run, config: RunConfig) -> None:
     """Raise ConfigError if θ of the other run does not fit this config."""
     if {config.rendezvous, origin.config.rendezvous} != {BUCKET}:
-        raise ConfigError(f'--from reads a bucket; both runs need rendezvous = "{BUCKET}"')
+        both = f'it has "{origin.config.rendezvous}", and this config "{config.rendezvous}"'
+        raise ConfigError(f'--from needs rendezvous = "{BUCKET}" in {origin.url} and here: {both}')
     theirs, ours = origin.config, config
     for name in MODEL_SETTINGS:
         _refuse_other(origin.url, f"inner.{name}", getattr(theirs.inner, name), getattr(ours.inner, name))

@@ -131,8 +131,8 @@ def _refuse_live(run: Run, store: Store, head: int) -> None:
     wanted = read_control(store)
     if keep_bytes(wanted.keep or run.config.fleet.keep) is None and not wanted.stop and head < wanted.steps:
         raise ConfigError(
-            f'this run is not over, and its replicas may need every object (fleet.keep = "all"). Next: `diloco stop '
-            f"{run.url}`, this command, and `diloco resume`"
+            'this run is not over, and its replicas may need every object (fleet.keep = "all"). Next: `diloco stop '
+            f"{shlex.quote(run.url)}`, this command, and `diloco resume`"
         )
 
 

@@ -94,11 +94,12 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
         rollouts = bundle_rollouts(bytes(payload))
         whole = is_whole(record, payload, required_digest_kind(run.store))
     except (WireError, ValueError) as error:
-        raise ConfigError(f"{key} cannot be used: {error}") from error
+        raise ConfigError(f"{key} cannot be used: {error}. Reward a rollout of another key") from error
     if not whole or record.run != run.record.nonce:
-        raise ConfigError(f"{key} is damaged, or of another run: nothing was written")
+        raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Reward a rollout of another key")
     if record.step != step or index >= len(rollouts):
-        raise ConfigError(f"{key} is of outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0")
+        there = f"outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0"
+        raise ConfigError(f"{key} has no rollout {index} of outer step {step}: it is of {there}. Correct --rollout")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 

@@ -51,7 +51,7 @@ def publish(url: str) -> int:
         return exitcodes.USER_ERROR
     except (RendezvousError, OSError) as error:
         full = full_disk_words(error, "it") if isinstance(error, OSError) and is_full(error) else ""
-        words = f"{full}; free some, then `diloco resume RUN`" if full else error
+        words = f"{full}; free some space, then `diloco resume RUN`" if full else error
         print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if full else exitcodes.USER_ERROR
     return exitcodes.DONE

@@ -115,4 +115,7 @@ def _saved_name(name: str, known: set[str]) -> str:
         before = at - (parts[at - 1] == "modules_to_save")
         if (shorter := ".".join(parts[:before] + parts[at + 1 :])) in known:
             return shorter
-    raise ConfigError(f"the start model's files have no weight {name}, so this run's model cannot be written")
+    raise ConfigError(
+        f"the start model's files have no weight {name}, which this run trains, so its model cannot be written. Let "
+        "the script save it itself"
+    )

@@ -49,8 +49,8 @@ def freeze(store: Store, to: Path, run: str = "") -> dict[str, int]:
     """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
     if not _state_keys(store) and not _bundles(store.list(layout.ROLLOUTS)):
         raise ConfigError(
-            "this run has logged no rollouts: it is supervised, has fleet.log_rollouts = 0, or took no outer "
-            "step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
+            'this run has logged no rollouts: it learns from text (loop = "supervised"), has fleet.log_rollouts = 0, '
+            "or took no outer step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
         )
     states = run_states(store, run)
     to.parent.mkdir(parents=True, exist_ok=True)

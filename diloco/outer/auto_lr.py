@@ -16,7 +16,7 @@ import numpy as np
 from diloco.outer.safety import Memory
 
 TARGET = 1.0  # the η_eff that "auto" aims at: that of plain averaging (decision 016)
-_MEMORY = 8  # ρ̂ averages over about so many means
+_MEMORY = 8  # ρ̂ is an average over about this number of means
 
 
 class AutoLR:

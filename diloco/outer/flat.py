@@ -45,7 +45,7 @@ class FlatFragment(nn.Module):
         whole = torch.cat([p.detach().reshape(-1).float().cpu() for p in live]) if flat is None else flat
         self.flat = nn.Parameter(whole)
         self.rounds = any(p.dtype != torch.float32 for p in self.live)
-        self.merged: Tensor | None = None  # base, if it is needed and is not θ
+        self.merged: Tensor | None = None  # what the model was last written from, if that is not θ
         self._staging: Tensor | None = None
 
     @torch.no_grad()
@@ -145,8 +145,8 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         n for n, m in model.named_modules() if isinstance(m, _NormBase) and m.track_running_stats and m.training
     ]:
         raise OuterError(
-            f"{_names_of(statistics)} keep running statistics of their batches, which are not parameters: nothing "
-            "averages them, so replicas would differ. Put them into evaluation mode (module.eval()), make them with "
+            f"{_names_of(statistics)} keep running statistics of their batches. These are not parameters, so they are "
+            "not averaged, and replicas would differ. Put them into evaluation mode (module.eval()), make them with "
             "track_running_stats=False, or use LayerNorm or GroupNorm"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -197,7 +197,7 @@ class ModelGuard:
         buffers = dict(saved_buffers(self._model))
         if moved := [n for n in {**self._buffers, **buffers} if self._has_moved(n, buffers.get(n))]:
             raise OuterError(
-                f"the buffers {_names_of(moved)} changed during training, and nothing averages buffers: replicas would "
+                f"the buffers {_names_of(moved)} changed during training. Buffers are not averaged, so replicas would "
                 "differ. Make them parameters, register them with persistent=False if they are only a cache, or keep "
                 "their modules in evaluation mode"
             )

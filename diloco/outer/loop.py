@@ -174,7 +174,7 @@ class OuterLoop:
         if local < self.prepare_at and self._sync_now(local, rate):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
-            self.diloco._local_step, local = self.interval - 1, self.interval  # no more steps before its mean arrives
+            self.diloco._local_step, local = self.interval - 1, self.interval  # end the round: take no more steps
         if local == self.prepare_at and self._guard is not None:
             self._guard.check()
         if not self.lean and (local == self.prepare_at or (local == self.interval and self.alpha > 0)):

@@ -167,7 +167,7 @@ def commit_findings(commit: Commit, desired: int, cos_pair: float | None, rules:
         found.append(Finding("solo", text, 1))
     if rules.weighting == "samples" and not says_samples(commit.offers):
         silent = ", ".join(sorted({o.slot for o in commit.offers if not o.samples > 0}))
-        text = f"{silent} did not say how many samples are inside, so step {commit.t} was weighed by inner steps"
+        text = f"{silent} did not send a number of samples, so step {commit.t} was weighted by inner steps"
         found.append(Finding("no_samples", text, 1))
     return found
 
@@ -225,7 +225,7 @@ class Tracker:
         fragment = commit.t % len(self._memories)
         rho = self._memories[fragment].rho(mean)
         if self._last[fragment] != commit.t - len(self._memories):
-            rho = None  # steps in between were caught up
+            rho = None  # this replica took no part in the step before: it has caught up
         self._last[fragment] = commit.t
         self._means = commit.t // len(self._memories) + 1
         self._empty = is_zero(mean)

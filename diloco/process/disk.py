@@ -97,9 +97,9 @@ def full_disk_words(error: OSError, what: str) -> str:
 def _wait_for_space(session: "Session", what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
     full = full_disk_words(error, what)
     if waited > session.timing.give_up:
-        more = f"The process waited {waited:.0f} s for space. Free some, then run the same command again"
+        more = f"The process waited {waited:.0f} s. Free some space, then run the same command again"
         raise GaveUp(f"{full}. {more}") from error
-    text = f"{full}; free some, it goes on by itself"
+    text = f"{full}; free some space, and it goes on by itself"
     if session.rv.members.status.note != text:
         session.emit("disk_full", text=text)
         session.rv.members.status.note = text

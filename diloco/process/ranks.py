@@ -152,7 +152,7 @@ class Followers:
         if told[0] == LAST:
             self._said[index] = told[1:]  # type: ignore[assignment]
         else:
-            with suppress(Exception):  # whatever a message does, a rank that ends has to be seen
+            with suppress(Exception):  # a faulty message must not hide the end of a rank
                 self.on_told(index, *told)
         return True
 

@@ -209,7 +209,7 @@ class Session:
         where = where_it_stands()
         limit = self.watchdog.limit_s
         status = self.rv.members.status
-        text = f"no inner step for {stood_s:.0f} s (the limit is {limit:.0f} s, fleet.hung_after_s at least): {where}"
+        text = f"no inner step for {stood_s:.0f} s (limit {limit:.0f} s, at least fleet.hung_after_s): {where}"
         print(f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr)
         self.emit("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)

@@ -28,7 +28,7 @@ from statistics import median
 from rendezvous.clock import Clock
 
 MEDIANS, LONGEST, FIRST = 10.0, 3.0, 3.0  # the factors of the limit
-REMEMBERED = 64  # the median is over so many inner steps
+REMEMBERED = 64  # inner steps in the median
 TURN_S = 600.0  # limit for a heartbeat's turn; a cloud's client gives up after 180 s
 FRAMES = 4  # innermost calls in the report of a hang
 

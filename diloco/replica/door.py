@@ -184,7 +184,7 @@ class ModelCheck:
         weights = self._weights_of(step)
         if weights is None:
             return DoorFinding(
-                f"it says that it has the weights of outer step {step}, and the bucket has none that are right"
+                f"it names the weights of outer step {step}, and the bucket has no sound copy of these to check it with"
             )
         trainer = self._trainer
         sigmas = math.inf if is_truncated(trainer) else SIGMAS  # with top-p, tokens are not drawn from all of π

@@ -23,31 +23,31 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             inner.process is not None and policy.get("scale_rewards") == "batch"
         ),
         "inner.sampling.boxes are rented by one process": inner.sampling.boxes is not None,
-        f'inner.grpo.objective = "{inner.grpo.objective}" was seen in one process only': (
+        f'inner.grpo.objective = "{inner.grpo.objective}" was tested in one process only': (
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
         'inner.optimizer = "muon" needs matrices that are not in shards, which only [inner.lora] has': (
             inner.optimizer == "muon" and inner.lora is None
         ),
-        f'inner.optimizer = "{inner.optimizer}" was seen in one process only': (
+        f'inner.optimizer = "{inner.optimizer}" was tested in one process only': (
             inner.optimizer not in ("adamw", "muon")
         ),
-        "inner.trl.beta compares with a reference model, which was seen in one process only": bool(
+        "inner.trl.beta compares with a reference model, which was tested in one process only": bool(
             inner.trl.get("beta")
         ),
-        "inner.rewards.functions has a reward model, which was seen in one process only": any(
+        "inner.rewards.functions has a reward model, which was tested in one process only": any(
             name.startswith("hub:") for name in inner.rewards.functions
         ),
         "[eval] needs the whole model's outer steps (outer.fragments = 1, fragment_sync_delay = 0)": (
             config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
         ),
-        "inner.lora.base was seen in one process only": inner.lora is not None and inner.lora.base is not None,
+        "inner.lora.base was tested in one process only": inner.lora is not None and inner.lora.base is not None,
         "fleet.record_rollouts (and so actors) needs a model that is not in shards, which only [inner.lora] has": (
             fleet.record_rollouts and inner.lora is None
         ),
     }
     found = next((text for text, holds in reasons.items() if holds), "")
     return found and (
-        f"each replica is to have {ranks} devices, and {found}. Leave that out, or use one device for each replica and "
-        "more replicas"
+        f"each replica is to have {ranks} devices, and {found}. Leave that setting out, or use one device for each "
+        "replica and more replicas"
     )

@@ -155,9 +155,9 @@ def too_late(run: Run, clock: Clock) -> tuple[int, str] | None:
     if desired.steps and store.get(layout.commit_key(desired.steps - 1)) is not None:
         return exitcodes.DONE, f"all {desired.steps} outer steps are committed; nothing to do"
     if desired.stop:
-        return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` goes on"
+        return exitcodes.LEFT, "the run was stopped before this replica began; `diloco resume` continues it"
     if 0 < desired.until <= clock.wall():
-        return exitcodes.LEFT, "the run has no supervisor any more (its lease is over); `diloco resume` goes on"
+        return exitcodes.LEFT, "the run has no supervisor any more (its lease is over); `diloco resume` continues it"
     return None
 
 

@@ -127,7 +127,7 @@ def _decode_share(event: Mapping[str, Any]) -> _Share | None:
 
 def _check_sums(sums: Any, most: int) -> None:
     if not (isinstance(sums, list) and len(sums) == 3 and all(isinstance(v, int | float) for v in sums)):
-        raise ValueError("it has no three numbers")
+        raise ValueError(f"it must have three numbers; found {sums!r:.80}")
     if not 0 <= sums[0] <= most or not all(math.isfinite(v) for v in sums):
         raise ValueError("it counts more prompts than it scored")
 

@@ -176,7 +176,7 @@ class Reader:
         self._focus = WHOLE
         self._beats: dict[str, Beat] = {}
         self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
-        self._unread: list[Counted] = []  # offers to read: a look may have ended in an error before
+        self._unread: list[Counted] = []  # offers to read, also those of a look that ended in an error
 
     @property
     def ahead(self) -> Ahead:
@@ -264,7 +264,7 @@ class Reader:
         try:
             commit = None if body is None else decode(body)
         except WireError as error:
-            self._damage = f"commit {t} cannot be read: {error}"
+            self._damage = f"commit {t} cannot be read: {error}. Restore {key} from a backup"
             return None
         if commit is None or body is None:
             return None

@@ -213,7 +213,7 @@ def kept_words(report: "Report") -> list[str]:
     """Describe in at most two lines which steps are left; [] if nothing was deleted."""
     collected = [e for e in report.of_kind("collected") if _is_whole(e)]
     if not collected and report.wanted.keep:
-        return [f"`diloco gc` has collected down to {report.wanted.keep}; `diloco verify` shows what is left"]
+        return [f"`diloco gc` has deleted old data (--keep {report.wanted.keep}); `diloco verify` shows what is left"]
     if not collected:
         return []
     newest = max(collected, key=lambda e: (e["deltas_from"], e["means_from"], e["at"]))

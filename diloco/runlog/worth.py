@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diloco.runlog.sessions import SessionSummary
     from diloco.runlog.steps import Step
 
-RECENT = 10  # agreement is averaged over so many outer steps
+RECENT = 10  # outer steps over which agreement is averaged
 LEAST_COSINE = 0.01  # a few steps cannot distinguish a smaller cosine from 0
 ALIKE = 0.8  # above it, replicas make nearly the same step; at their best lr, the study's fleets are below 0.8
 

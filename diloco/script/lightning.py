@@ -79,8 +79,10 @@ class DiLoCoLightningCallback(Callback):
 def refuse_fights(trainer: Any, module: Any) -> None:
     """Raise OuterError for a Trainer that would overwrite θ, skip steps of it, or never end."""
     reasons = {
-        f"it has {len(trainer.optimizers)} optimizers; a replica has one": len(trainer.optimizers) != 1,
-        "the module steps its optimizer itself (automatic_optimization = False)": not module.automatic_optimization,
+        f"it has {len(trainer.optimizers)} optimizers. Use exactly one": len(trainer.optimizers) != 1,
+        "automatic_optimization = False: the module steps its optimizer. Set it to True": (
+            not module.automatic_optimization
+        ),
         f"{trainer.world_size} processes train it together. Start one for each replica": trainer.world_size > 1,
         f"{launched_ranks()} processes run this script, and each Lightning Trainer would train alone. Start one "
         "for each replica (one device)": launched_ranks() > 1,

@@ -24,7 +24,7 @@ from diloco.runlog.scope import AT_FIRST
 from diloco.runlog.steps import Step
 from diloco.views.trouble import Spending, Trouble, trouble
 
-FIRST_STEPS = AT_FIRST  # the band is computed from so many first outer steps
+FIRST_STEPS = AT_FIRST  # number of first outer steps from which the band is computed
 LEAST_FIRST = 6
 NEWEST = 3  # successive outer steps before a trouble is reported
 SAME_REWARDS = 5  # successive outer steps whose groups all have equal rewards
@@ -66,7 +66,7 @@ def no_signal(report: Report, now: float, spent: Spending | None) -> list[Troubl
 
 
 def _no_signal(text: str, step: int) -> Trouble:
-    advice = "prompts that are neither too hard nor too easy, a reward with more levels, or larger groups"
+    advice = "use prompts that are neither too hard nor too easy, a reward with more levels, or larger groups"
     return trouble("no_signal", text, advice, step=step)
 
 
@@ -175,8 +175,8 @@ def masked(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     share = _newest_mean(report.steps, "importance_masked")
     if share is None or share <= MASKED:
         return []
-    what = "completions (token_mask: tokens) of the newest"
-    text = f"{share:.0%} of the {what} {NEWEST} outer steps teach nothing: vLLM differs"
+    share_of = f"{share:.0%} of the completions (token_mask: tokens) of the newest {NEWEST} outer steps"
+    text = f"{share_of} teach nothing: vLLM's log-probabilities differ too much from the trainer's"
     advice = 'set inner.vllm.dtype to inner.dtype, or inner.vllm.importance_mode = "token_truncate"'
     return [trouble("masked", text, advice, step=report.steps[-NEWEST].t)]
 

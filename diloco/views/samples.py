@@ -29,7 +29,7 @@ class SampleReader:
         self._store = store
         self._most = most
         self._seen = set[str]()
-        self._first = 0  # rows before this one were not read, or were forgotten
+        self._first = 0  # the first row that is held: earlier ones were not read, or were forgotten
         self._samples = defaultdict[int, dict[str, list[Sample]]](dict)
 
     def read_from(self, row: int) -> None:

@@ -6,8 +6,8 @@ Not promised: that the same command works later; the text says when it may.
 """
 
 BUSY = (
-    "The bucket is busy or cannot be reached from here. The command is right, and a run that goes on waits for its "
-    "bucket as well: say the same command again later"
+    "The bucket is busy or cannot be reached from here. The command itself is right: repeat it later. Running "
+    "replicas wait for the bucket, too"
 )
 
 
@@ -36,5 +36,5 @@ def explain_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
-        return f"{full_disk_words(error, 'its files')}; free some, then the same command", exitcodes.GAVE_UP
+        return f"{full_disk_words(error, 'its files')}; free some space, then repeat the command", exitcodes.GAVE_UP
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

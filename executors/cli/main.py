@@ -44,9 +44,9 @@ exit codes (docs/reference/operations.md says what to do):
   2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
        (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
   3    another supervisor has taken over this run
-  4    ended before the last outer step, because you asked or the budget is used up; `diloco resume` goes on
-  75   nothing moved for too long, or a platform or the bucket gave no answer; `diloco resume`, or the same command
-       again, goes on
+  4    ended before the last outer step, because you asked or the budget is used up; `diloco resume` continues
+  75   no progress for too long, or no answer from a platform or the bucket: repeat the command later (for a run:
+       `diloco resume` continues it)
   130  interrupted (`diloco status` shows what goes on), or the price was declined, and nothing was started
 
 DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for all participants, seals a run's

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TYPES = (  # names of converters in executors/cli/typed.py, for example type="count"
     "actors", "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
 )  # fmt: skip
-EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 the same again later goes on; `diloco --help` lists all"
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 no answer: repeat it later; `diloco --help` lists all"
 
 
 def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:

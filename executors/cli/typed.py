@@ -33,7 +33,7 @@ def positive(text: str) -> int:
 def port(text: str) -> int:
     number = natural(text)
     if number > 65535:
-        raise ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+        raise ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
     return number
 
 

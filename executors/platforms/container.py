@@ -91,7 +91,7 @@ class LauncherWord:
     def is_over(self) -> bool:
         if self._ask is None:
             return False
-        with suppress(Exception):  # without an answer the known lease stays
+        with suppress(Exception):  # without an answer, the lease that we know stays in force
             self._until = max(self._until, self._ask())
         return time.time() > self._until
 
@@ -112,7 +112,7 @@ def _run_child(
     except OSError as error:
         if not is_full(error):
             raise
-        why = f"{full_disk_words(error, 'temporary files')}; start it elsewhere"
+        why = f"{full_disk_words(error, 'temporary files')}; start the replica on another machine"
         return _refuse_start(spec, executor, CRASHED, why)
     with temporary as scratch:
         child = Child(spec, executor, Path(scratch) / "end")
@@ -172,9 +172,9 @@ class Child:
         return tuple(self._lines)
 
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord, late_grace_s: float) -> int:
-        """Wait for the child; return its exit code.  After `seconds`, ask it to leave; if it does, return RESUME.
+        """Wait for the child; return its exit code, or LEFT if the launcher's lease is over.
 
-        late_grace_s: seconds that the child may take to leave after that request.
+        After `seconds`, ask it to leave; return RESUME if it then leaves or is killed, `late_grace_s` later at most.
 
         The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
         kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.
@@ -186,7 +186,7 @@ class Child:
                 with suppress(subprocess.TimeoutExpired):
                     return self._process.wait(lease.look_s)
                 if lease.is_over:
-                    self.why = "its launcher has not renewed the lease in time; it leaves rather than being billed"
+                    self.why = "its launcher has not renewed the lease in time, so it leaves and is no longer billed"
                     print(self.why, file=sys.stderr, flush=True)
                     self.leave(grace_s)
                     return exitcodes.LEFT
@@ -224,7 +224,7 @@ class Child:
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self._lines.append(text)
-            with suppress(Exception):  # our output is closed or broken, lacks a letter, or is a platform's object
+            with suppress(Exception):  # our output is closed, cannot encode a letter, or is an object of the platform
                 print(text, flush=True)
 
 

@@ -108,9 +108,7 @@ class Leash:
         with suppress(OSError):  # the disk is full: `submit` reports that
             if self._platform.renew([self._platform.new_handle(s) for s in specs], self._clock.wall() + lease_s):
                 return True
-            words = (
-                f"warning: the launch continues when this process dies, since {self._platform.name} carries no lease"
-            )
+            words = f"warning: the launch continues when this process dies, because {self._platform.name} has no leases"
             print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
         return False
 
@@ -128,8 +126,8 @@ class Leash:
         while not self._over.wait(lease_s / LOOKS):
             try:
                 self._platform.renew(list(self._handles), self._clock.wall() + lease_s)
-            except Exception as error:  # of any SDK; the next renewal comes before the lease ends
-                print(f"warning: the launcher's lease was not renewed: {error}", flush=True)
+            except Exception as error:  # any error of an SDK; the next renewal comes before the lease ends
+                print(f"warning: the lease was not renewed; again in {lease_s / LOOKS:.0f} s: {error}", flush=True)
 
 
 def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float | None, pause_s: float) -> list[Status]:

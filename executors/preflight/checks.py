@@ -1,6 +1,6 @@
 """Checks on your machine, before you create or pay for a run, whether a config can run in its places.
 
-    config + its files ─▶ inner.check_data    every line parses, the code compiles           no torch
+    config + its files ─▶ inner/usercode/check.py   every line parses, the code compiles     no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
     inner.model        ─▶ inner/models/known.py          a folder, the cache, or one request to the Hub   no torch
     reward, …          ─▶ inner/usercode/rehearse.py   tried in a separate process, 8 s at most

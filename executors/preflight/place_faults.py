@@ -7,6 +7,7 @@
     liger_missing   liger-kernel will be missing for inner.trl.use_liger_kernel
     task_fault      a package that scores the run's task is on no index (needs/task_packages.py)
     keys_missing    s3://, hf://, a run key: no secret is named for places that do not get this environment
+    plain_secret    a token or a password in a place's env or options
     model_far       the model is a folder of this machine, and another machine publishes it
     image_fault     a text that is not an image's name
     options_fault   options of sbatch and SkyPilot (platform_options.py)

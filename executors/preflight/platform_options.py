@@ -45,7 +45,7 @@ def slurm_fault(options: Mapping[str, Any], ask: Any) -> str:
             unknown = unknown_option(key, {*known, *SLURM_OWN}, "sbatch through submitit")
             return f"{unknown} (others: additional_parameters)"
         if key in OURS:
-            return f"--option {key}: that is set by us; use --timeout for the time and --gpu for the GPU"
+            return f"--option {key}: diloco sets this itself. Use --timeout for the time and --gpu for the GPU"
     wanted = options.get("partition")
     if wanted is None or options.get("cluster", "slurm") != "slurm" or (there := ask()) is None:
         return ""

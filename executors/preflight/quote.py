@@ -227,7 +227,7 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
     check_reach(url, places)
     if budget.limited and not all(p.lease for p in places):
         raise UsageError(
-            "--no-lease and a budget contradict each other: without a supervisor nothing enforces the budget"
+            "--no-lease and a budget contradict each other: only a supervisor enforces a budget. Leave one of them out"
         )
     executor = build_executor(places)
     try:

@@ -266,7 +266,8 @@ def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
         try:
             found.setdefault(Requirement(text).name.lower().replace("_", "-"), text)
         except InvalidRequirement as error:
-            raise UsageError(f"{name} asks for the package {text!r}, which is not a requirement: {error}") from None
+            why = f"which is not a requirement such as numpy>=2: {error}"
+            raise UsageError(f"{name} asks for the package {text!r}, {why}. Correct that line") from None
     return tuple(text for package, text in found.items() if package not in OURS)
 
 
@@ -274,7 +275,7 @@ def _inline(name: str, source: str) -> Sequence[str]:
     """Return the dependencies of a script's PEP 723 block; [] without one."""
     blocks = [match for match in BLOCK.finditer(source) if match["type"] == "script"]
     if len(blocks) > 1:
-        raise UsageError(f"{name} has {len(blocks)} blocks `# /// script`, and PEP 723 allows one")
+        raise UsageError(f"{name} has {len(blocks)} blocks `# /// script`, and PEP 723 allows one. Join them")
     if not blocks:
         return []
     lines = blocks[0]["content"].splitlines()
@@ -284,5 +285,5 @@ def _inline(name: str, source: str) -> Sequence[str]:
         raise UsageError(f"the `# /// script` block of {name} is not TOML: {error}. Correct or remove it") from None
     listed = found.get("dependencies", [])
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
-        raise UsageError(f"the `# /// script` block of {name}: dependencies = {listed!r} is not a list of texts")
+        raise UsageError(f"the `# /// script` block of {name}: dependencies must be a list of texts, got {listed!r}")
     return listed

@@ -40,7 +40,8 @@ def sweep_boxes(run: Run) -> Swept:
         elsewhere = ". Boxes that options of your environment file put elsewhere were not looked for" if own else ""
         return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped{elsewhere}")
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
-    return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`, or look at {provider}'s console")
+    console = "" if provider == "local" else f", or look at {provider}'s console"
+    return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`{console}")
 
 
 def _ask(command: list[str]) -> dict[str, Any]:
@@ -55,4 +56,4 @@ def _ask(command: list[str]) -> dict[str, Any]:
     try:
         return json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        return {"trouble": f"the look for boxes ended with code {done.returncode}: {done.stderr.strip()[-300:]}"}
+        return {"trouble": f"the search for boxes ended with code {done.returncode}: {done.stderr.strip()[-300:]}"}

@@ -59,7 +59,7 @@ PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket
 
 @dataclass(frozen=True)
 class End:
-    """The end of one slot's newest generation, or of a launch on a platform.   live: it has not ended."""
+    """The end of a slot's newest generation, a launch, the supervisor or the boxes.   live: no end is proven."""
 
     name: str
     live: bool
@@ -253,7 +253,7 @@ def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
     found = [End(launch_name(h), False, f"{h.executor} ({h.native or 'no process'}): {how}") for h, how in ended]
     unseen = launches.there or launches.strangers or launches.out_of_reach
     if not (found or claimed or unseen) and launches.begun:
-        text = f"the log has launches, and nothing of them lives; looked for {LAG_S:.0f} s after the last one"
+        text = f"the log has launches, and none of them runs; looked until {LAG_S:.0f} s after the last launch"
         found.append(End("launches", False, text))
     return found
 

@@ -88,7 +88,7 @@ class Starts:
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))
         if why := self._spend_limit.carry_out(verdict, report):
             return self._do_without(why)
-        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # if we die meanwhile
+        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # our successor looks for them
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())

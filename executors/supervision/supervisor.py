@@ -305,7 +305,7 @@ class Supervisor:
         there = [t.handle for t in self.slots.all() if t.running and t.handle]
         there += [*self.slots.replaced, *self.slots.duplicates]
         names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
-        text = f"{outcome.text}\nno end was seen of {names}; `diloco stop {shlex.quote(self.run.url)}` tries again"
+        text = f"{outcome.text}\n{names} may still run; `diloco stop {shlex.quote(self.run.url)}` tries again"
         return Outcome(outcome.code or FAILED, text)
 
     def _outcome_if_over(self, report: Report) -> Outcome | None:
@@ -332,10 +332,10 @@ class Supervisor:
         publishing = [(self.slots.publisher, why) for why in self._publish_reasons(report)]
         starts = [*(starts if self._published else self._starts.put_off_rented(starts)), *publishing]
         if not starts:
-            self.slots.outages.answered(LAUNCH)  # no start is asked for any more
+            self.slots.outages.answered(LAUNCH)  # there is nothing to start, so no outage delays a start
             return
         may_start = self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost
-        if may_start and (why := self._starts.try_to_start(starts, report)):  # no budget, and no replica runs
+        if may_start and (why := self._starts.try_to_start(starts, report)):  # why: no budget, no replica runs
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 

@@ -176,7 +176,7 @@ def test_an_actor_that_names_weights_which_the_bucket_has_not_is_doubted(honest:
     assert places(store, by=0, actor="a07").deliver(BundlePlace(step, 42, 0), honest)
     here = at_door(store, ModelCheck(store, loop.trainer, loop.model, a_fail), told := list[Any]())
     assert here.find(at(42, outer=5), FITS) is None
-    assert f"weights of outer step {step}, and the bucket has none" in told[0][1]["text"]
+    assert f"weights of outer step {step}, and the bucket has no sound copy" in told[0][1]["text"]
 
 
 def test_only_the_models_tokens_are_checked_and_a_bounded_number_of_them(honest: Bundle) -> None:

@@ -99,7 +99,8 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     fleet.wait_for(lambda: fleet.commit(1) is not None)
     small.fill()
     stood = len(fleet.commits())
-    assert "the run's disk is full (0 bytes left of 17 MB): all wait; free some, they go on" in status_of(fleet.url)
+    full = "the run's disk is full (0 bytes left of 17 MB), and all replicas wait: free some space, and they go on"
+    assert full in status_of(fleet.url)
     fleet.wait_for(lambda: all("store_trouble" in fleet.log(slot).read_text() for slot in fleet.sessions))
     assert all(lives[-1].is_alive() for lives in fleet.sessions.values()), fleet.logs()
     assert len(fleet.commits()) <= stood + 1, "nothing is committed that is not written"
@@ -208,7 +209,10 @@ def test_the_child_that_publishes_says_so_and_may_be_started_again(
     run = open_run(fleet_config(tmp_path), str(tmp_path / "run"), SystemClock())
     monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "", "/s/x")))
     assert publish(run.url) == exitcodes.GAVE_UP
-    assert "no space left on this machine's disk for it (/s); free some, then `diloco resume" in capsys.readouterr().err
+    assert (
+        "no space left on this machine's disk for it (/s); free some space, then `diloco resume"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_command_says_so_and_may_be_typed_again(
@@ -217,7 +221,10 @@ def test_a_command_says_so_and_may_be_typed_again(
     """Before: "[Errno 28] No space left on device", and exit code 2."""
     monkeypatch.setattr(verbs, "_demo", lambda args: tempfile.mkdtemp())
     assert main(["demo"]) == exitcodes.GAVE_UP
-    assert capsys.readouterr().err == f"diloco demo: {WORDS.format('its files')}; free some, then the same command\n"
+    assert (
+        capsys.readouterr().err
+        == f"diloco demo: {WORDS.format('its files')}; free some space, then repeat the command\n"
+    )
 
 
 def test_a_launch_without_space_is_asked_for_again(no_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:

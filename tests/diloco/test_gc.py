@@ -67,7 +67,7 @@ def test_what_is_left_is_as_it_was_and_readers_know_what_is_not(tmp_path: Path) 
     verdict = verify(found)
     assert verdict.good and any("is gone (collected, fleet.keep)" in text for text in verdict.unchecked)
     assert kept_words(read_report(open_store(run.url))) == [
-        "`diloco gc` has collected down to window; `diloco verify` shows what is left"
+        "`diloco gc` has deleted old data (--keep window); `diloco verify` shows what is left"
     ]
     assert plan_gc(found, "window", CLOCK).keys == ()  # nothing is left to do
 

@@ -403,7 +403,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         value = float(bundle().rewards[i].sum())
         assert main(["reward", url, "--rollout", f"r01/42/5/0.0.{i}", "--value", str(-value), "--name", "human"]) == 0
     said = capsys.readouterr().out
-    assert "human gives -1 to r01/42/5/0.0." in said and "Training has 1 for it and keeps to that" in said
+    assert "human gives -1 to r01/42/5/0.0." in said and "Training used 1 for it, which stays so" in said
     assert main(["reward", url, "--rollout", THIRD, "--value", "9", "--name", "human"]) == 2
     assert "--name human_2" in capsys.readouterr().err
     assert main(["reward", url, "--rollout", THIRD, "--value", "nan", "--name", "human"]) == 2
@@ -416,7 +416,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["report", url, "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     trained = float(bundle().rewards.sum(1).mean())
-    assert f"late rewards by human: rollouts 16, mean {-trained:.3g}; their steps had trained on {trained:.3g}" in said
+    assert (
+        f"late rewards by human: rollouts 16, mean {-trained:.3g}; in training they had a mean of {trained:.3g}" in said
+    )
     assert main(["report", url, "--to", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["late_rewards"]["x"]["mean"] == 8
 
@@ -441,4 +443,4 @@ def test_an_empty_bundle_is_no_missing_one() -> None:
     run.store.put(KEY, b"")
     recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
     assert recorded.find(HERE, FITS) is None
-    assert to.off == [(HERE.outer, KEY, "r01", "it is empty, or has not the run's tag")]
+    assert to.off == [(HERE.outer, KEY, "r01", "it is empty, or does not have the run's tag")]

@@ -123,7 +123,7 @@ def test_a_served_page_fills_itself_stays_when_the_bucket_fails_and_goes_on(brow
                 store.faults += [Fault("get", layout.commit_key(120), error=StoreUnclear("503")) for _ in range(1)]
                 clock.at += 60
                 looks.look()
-                tab.wait_for("document.getElementById('stale').textContent.includes('gives no answer since')")
+                tab.wait_for("document.getElementById('stale').textContent.includes('has given no answer since')")
                 run.step(120)
                 clock.at += 60
                 looks.look()

@@ -344,7 +344,7 @@ def test_a_gated_one_a_lonely_one_and_missing_samples_are_told() -> None:
     assert about(commit(listed("r00")), wanted=1) == [], "then it was said at the start"
     half = commit(listed("r00", samples=8.0), listed("r01"))
     (silent,) = about(half, weighting="samples")
-    assert silent.kind == "no_samples" and silent.text.startswith("r01 did not say")
+    assert silent.kind == "no_samples" and silent.text.startswith("r01 did not send a number")
     assert about(half) == []
 
 

@@ -289,8 +289,8 @@ def test_the_command_on_a_bucket_that_refuses_to_be_written(
     ("t", "step", "generation", "fragments", "flaw"),
     [
         (7, 7, 2, 1, ""), (7, 6, 2, 1, ""), (7, 5, 2, 2, ""),
-        (7, 6, 2, 2, "another fragment"), (7, 4, 2, 1, "it is 3 syncs late, and may be 2"),
-        (7, 7, 1, 1, "generation 1, and commit 6 lets 2"),
+        (7, 6, 2, 2, "another fragment"), (7, 4, 2, 1, "it is 3 syncs late, and at most 2 are allowed"),
+        (7, 7, 1, 1, "generation 1, and commit 6 fences all before 2"),
     ],
 )  # fmt: skip
 def test_a_commit_that_lists_what_it_may_not_is_a_difference(

@@ -87,7 +87,7 @@ def test_a_replica_that_may_still_run_is_named(config, monkeypatch):  # noqa: F8
 
     url = founded(config)
     monkeypatch.setattr(again, "stop_run", lambda *_: [End("r00-1", True, "its heartbeat moves")])
-    with pytest.raises(UsageError, match=r"r00-1 of .* may still run"):
+    with pytest.raises(UsageError, match=r"is not created again: r00-1 may still run"):
         found_again(mended(config), url)
     assert not record.is_superseded(open_store(url))
 

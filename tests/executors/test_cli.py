@@ -369,7 +369,7 @@ def test_fewer_steps_than_are_committed_are_refused_with_the_numbers(capsys, run
 
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):
-    assert "which log? This run has r00, r01, as in `diloco logs" in complaint(capsys, "logs", run.url)
+    assert "which log? This run has those of r00, r01 and, if it is" in complaint(capsys, "logs", run.url)
 
 
 def test_a_supervised_run_is_not_started_twice(capsys, run, config):

@@ -359,13 +359,14 @@ def test_scale_to_zero(capsys, run):  # noqa: F811
 def test_scale_beyond_what_a_record_may_name(capsys, run, words):  # noqa: F811
     """Before: a traceback after the price was agreed."""
     write_control(run.store, SystemClock(), steps=12)
-    assert "20000 are more than a run can have; ask for at most 10000" in complaint(capsys, "scale", run.url, *words)
+    told = complaint(capsys, "scale", run.url, *words)
+    assert "20000 slots are more than a run can have. Ask for at most 10000" in told
 
 
 def test_scale_below_what_a_step_needs(capsys, run):  # noqa: F811
     write_control(run.store, SystemClock(), steps=12)
     err = complaint(capsys, "scale", run.url, "1")
-    assert "fewer than the 2 that every outer step needs" in err and "--min-replicas 1" in err
+    assert "every outer step needs 2 replicas, so with 1 the run would stand still" in err and "--min-replicas 1" in err
     assert say(capsys, "scale", run.url, "1", "--min-replicas", "1")[0] == 0
     assert read_control(run.store).min_replicas == 1
 
@@ -432,7 +433,7 @@ def test_drain(capsys, run):  # noqa: F811
     write_control(run.store, SystemClock(), steps=12)
     code, out, _ = say(capsys, "drain", run.url, "r01")
     assert code == 0 and "r01 ends its inner step, offers its work and leaves" in out
-    assert "warning: 1 replicas are left and min_replicas = 2" in out
+    assert "warning: every outer step needs min_replicas = 2 replicas, and 1 will be left" in out
     assert read_control(run.store).drains == {"r01"}
 
 

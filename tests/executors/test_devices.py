@@ -30,13 +30,13 @@ from executors.preflight.quote import fitted_places
             r'\[inner.process\] with scale_rewards = "batch" compares',
         ),
         ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" needs matrices that'),
-        ({"inner": {"model": "toolworld", "optimizer": "adamw8bit"}}, 'inner.optimizer = "adamw8bit" was seen'),
+        ({"inner": {"model": "toolworld", "optimizer": "adamw8bit"}}, 'inner.optimizer = "adamw8bit" was tested'),
         (
             {"inner": {"model": "toolworld", "grpo": {"objective": "dapo"}}},
-            'objective = "dapo" was seen',
+            'objective = "dapo" was tested',
         ),
         ({"inner": {"model": "toolworld", "trl": {"beta": 0.1}}}, "inner.trl.beta compares with a reference model"),
-        ({"inner": {"model": "toolworld", "lora": {"r": 4, "base": "nf4"}}}, "inner.lora.base was seen"),
+        ({"inner": {"model": "toolworld", "lora": {"r": 4, "base": "nf4"}}}, "inner.lora.base was tested"),
         ({"fleet": {"record_rollouts": True}}, "fleet.record_rollouts"),
         ({"rendezvous": "lighthouse://h:1"}, 'rendezvous = "lighthouse://h:1" needs one process'),
         (
@@ -79,7 +79,7 @@ def test_the_channels_may_have_several_devices(inner: dict[str, Any], tmp_path: 
 
 def test_devices_are_a_number_and_each_has_a_gpu() -> None:
     for wrong in (0, "two", 65):
-        with pytest.raises(ExecutorError, match="this many processes train a replica's model together, 1 to 64"):
+        with pytest.raises(ExecutorError, match="devices must be 1 to 64, the processes that train"):
             LocalProcessExecutor(devices=wrong)
     spec = ReplicaSpec("runs/x", "r01", gpu=("any",))
     assert gpu_of(spec, ["0", "1", "2", "3"], devices=2) == "2,3"

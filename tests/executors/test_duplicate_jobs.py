@@ -251,7 +251,7 @@ def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path
     assert cli.main(["stop", URL, "--grace", "0.2"]) == 0
     told = capsys.readouterr().out
     assert time.monotonic() - began >= 1.0, "a list may lag behind the launch"
-    assert "the log has launches, and nothing of them lives" in told and "no replica ever ran here" not in told
+    assert "the log has launches, and none of them runs" in told and "no replica ever ran here" not in told
 
 
 @pytest.mark.slow

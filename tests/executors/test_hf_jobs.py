@@ -361,7 +361,7 @@ def test_killed_preempted_and_out_of_memory(hub, executor, tmp_path) -> None:
     hub.preempt(preempted.native)
     hub.preempt(stubborn.native)
     lost, left, late = executor.collect([killed, preempted, stubborn], timeout=WAIT_S)
-    assert (lost.state, lost.exit_code) == (State.LOST, None) and "gone without a word" in lost.reason
+    assert (lost.state, lost.exit_code) == (State.LOST, None) and "the job ended and left no report" in lost.reason
     assert (left.state, left.exit_code) == (State.FAILED, exitcodes.LEFT)
     assert late.state is State.LOST
 
@@ -384,8 +384,8 @@ def test_a_deleted_job_is_lost(hub, executor, tmp_path) -> None:
     ("stage", "message", "lines", "state", "reason"),
     [
         ("ERROR", "OOM killed", ["diloco-started: r00.1"], State.FAILED, "OOM killed"),
-        ("ERROR", "node lost", ["diloco-started: r00.1", "x"], State.LOST, "gone without a word (node lost)"),
-        ("ERROR", "", ["x"] * END_LINES, State.LOST, "gone without a word (no message)"),
+        ("ERROR", "node lost", ["diloco-started: r00.1", "x"], State.LOST, "ended and left no report (node lost)"),
+        ("ERROR", "", ["x"] * END_LINES, State.LOST, "the job ended and left no report (no message)"),
         (
             "ERROR",
             "bad image",
@@ -410,7 +410,7 @@ def test_a_deleted_job_is_lost(hub, executor, tmp_path) -> None:
             State.FAILED,
             "left; Job timeout: ended by",
         ),
-        ("ERROR", "no log", [], State.LOST, "gone without a word (no log)"),
+        ("ERROR", "no log", [], State.LOST, "the job ended and left no report (no log)"),
     ],
 )
 def test_what_last_words_mean(stage: str, message: str, lines: list[str], state: State, reason: str) -> None:

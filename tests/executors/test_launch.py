@@ -273,7 +273,7 @@ def test_an_installed_module_is_found_and_must_join(folder: Path) -> None:
         ("def f(:\n", "train.py, line 1: def f.*Correct the line"),
         ("print('DiLoCo')\n", "train.py meets neither DiLoCoCallback nor make_diloco"),
         ("# /// script\n# dependencies = [\n# ///\nDiLoCoCallback\n", "block of train.py is not TOML"),
-        ("# /// script\n# dependencies = [1]\n# ///\nDiLoCoCallback\n", "is not a list of texts"),
+        ("# /// script\n# dependencies = [1]\n# ///\nDiLoCoCallback\n", "must be a list of texts"),
         ("# /// script\n# dependencies = ['a b']\n# ///\nDiLoCoCallback\n", "'a b', which is not a requirement"),
         ("# /// script\n# a = 1\n# ///\n\n# /// script\n# a = 1\n# ///\nDiLoCoCallback\n", "has 2 blocks"),
     ],

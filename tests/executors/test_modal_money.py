@@ -237,7 +237,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
     clock.sleep(6)
     assert (late := too_late(made, clock)) and late[0] == exitcodes.LEFT and "its lease is over" in late[1]
     write_control(made.store, clock, until=0.0, stop=True)
-    assert (late := too_late(made, clock)) and late[0] == exitcodes.LEFT and "`diloco resume` goes on" in late[1]
+    assert (late := too_late(made, clock)) and late[0] == exitcodes.LEFT and "`diloco resume` continues it" in late[1]
     made.store.put(layout.commit_key(1), b"{}")
     assert (late := too_late(made, clock)) and late == (
         exitcodes.DONE,
@@ -253,7 +253,7 @@ def test_a_replica_that_begins_too_late_goes_before_it_claims_or_imports_anythin
 
 
 def test_a_lost_answer_at_the_first_look_does_not_end_the_run(monkeypatch, capsys) -> None:
-    """It was exit code 75, "nothing moved for too long", after which no replica is started again."""
+    """It was exit code 75, "it made no progress for too long", after which no replica is started again."""
     answers: list[Any] = [StoreUnclear("no answer"), StoreUnclear("no answer"), "the run"]
 
     def read(_: str) -> Any:

@@ -103,7 +103,7 @@ TABLE = [
     (lost(exitcodes.FENCED, State.FAILED, holder="unknown"), WANTED, Wait, "heartbeat"),
     (lost(exitcodes.FENCED, State.FAILED, holder="silent"), WANTED, Replace, "silent now"),
     (lost(exitcodes.USER_ERROR, State.FAILED, failures=1), WANTED, GiveUp, "wrong"),
-    (lost(exitcodes.GAVE_UP, State.FAILED), WANTED, GiveUp, "nothing moved"),
+    (lost(exitcodes.GAVE_UP, State.FAILED), WANTED, GiveUp, "no progress"),
     (lost(1, State.FAILED, losses=2, failures=2), WANTED, Wait, "trying again in 1 s"),
     (lost(1, State.FAILED, losses=3, failures=3), WANTED, GiveUp, "3 times in a row"),
     (lost(9, State.FAILED, reward_failures=1), WANTED, Wait, "no reward); trying again in 60 s"),

@@ -769,7 +769,7 @@ def test_a_partition_that_the_cluster_has_not() -> None:
 
 
 def test_an_option_that_only_we_set() -> None:
-    assert "use --timeout" in platform_options.slurm_fault({"time": 5}, lambda: None)
+    assert "Use --timeout" in platform_options.slurm_fault({"time": 5}, lambda: None)
 
 
 def test_modal_secrets_are_named_as_not_looked_into() -> None:

@@ -742,7 +742,7 @@ def test_stop_ends_everything_on_the_platform_and_says_so(world):
 
 @pytest.mark.parametrize("silent", [False, True], ids=["cancels are not heard", "it does not answer"])
 def test_stop_does_not_say_that_nothing_lives_while_machines_of_it_do(world, silent):
-    """They have begun, and no replica has claimed a slot yet.  Before: "nothing of them lives" beside two live ones."""
+    """They have begun, and no replica has claimed a slot yet.  Before: "none of them runs" beside two live ones."""
     world.pass_time(2)
     world.cloud.deaf = True
     world.cloud.down = "503" if silent else ""
@@ -750,7 +750,7 @@ def test_stop_does_not_say_that_nothing_lives_while_machines_of_it_do(world, sil
     said: list[str] = []
     ends = stop_run(world.run.store, Beating(world), 1.0, said.append, CloudExecutor(world.cloud))
     assert any(e.live for e in ends), ends
-    assert not [e.text for e in ends if "nothing of them lives" in e.text]
+    assert not [e.text for e in ends if "none of them runs" in e.text]
     assert not [text for text in said if text.endswith("; cancelled")], "it was asked for, and not confirmed"
 
 

@@ -206,7 +206,7 @@ def test_it_leaves_with_the_last_that_launched_it(tmp_path: Path) -> None:
 def test_a_platform_that_carries_no_lease_says_so(tmp_path: Path, capsys) -> None:
     with ToyExecutor(folder=tmp_path) as toy:
         toy.launch_replicas(n_replicas=1, entrypoint="json:dumps", entrypoint_args={"obj": 1}, run="one")
-        assert "toy carries no lease. `with` ends it, and so does: diloco stop toy://one" in capsys.readouterr().err
+        assert "toy has no leases. `with` ends it, and so does: diloco stop toy://one" in capsys.readouterr().err
 
 
 def test_the_commands_know_a_run_of_the_short_form(tmp_path: Path, capsys) -> None:
@@ -219,7 +219,7 @@ def test_the_commands_know_a_run_of_the_short_form(tmp_path: Path, capsys) -> No
     for verb in ("status", "costs"):
         assert cli.main([verb, url]) == 0
         assert "1 of 1 live, $0.00 so far; started by launch_replicas" in capsys.readouterr().out
-    assert cli.main(["watch", url]) == 2 and "status, costs, stop know it" in capsys.readouterr().err
+    assert cli.main(["watch", url]) == 2 and "Only these verbs know it: status, costs, stop" in capsys.readouterr().err
     assert cli.main(["stop", url]) == 0 and "0 of 1 live" in capsys.readouterr().out
     assert here.poll([handle])[0].state.ended
     here.close()

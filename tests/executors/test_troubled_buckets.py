@@ -103,7 +103,7 @@ def test_a_bucket_without_an_answer_is_no_mistake_of_the_command(
     s3.fault("503", times=FOREVER)
     assert called(command, good, tmp_path) == 75
     told = capsys.readouterr()
-    assert "503 SlowDown" in told.err and "say the same command again later" in told.err, told.err
+    assert "503 SlowDown" in told.err and "repeat it later" in told.err, told.err
     assert "Traceback" not in told.err and not told.out
 
 

@@ -110,7 +110,7 @@ def test_the_table_says_what_is_waited_for_who_is_silent_and_what_is_wrong():
 def test_a_stop_is_shown():
     b = Bucket()
     write_control(b.store, b.clock, stop=True)
-    assert any("stop was asked" in line for line in status_table(read_report(b.store)))
+    assert any("has asked this run to end" in line for line in status_table(read_report(b.store)))
 
 
 def test_many_sessions_do_not_flood_the_table():

@@ -488,7 +488,9 @@ def test_a_commit_of_a_newer_version_stops_the_curve_and_is_said() -> None:
 
 
 def test_a_run_that_was_only_founded_and_an_empty_one_wait() -> None:
-    shows(looks_at(Bucket(replicas=2), 5), "outer step 0 of 6 · not begun", "r00", "starting", "no outer step has told")
+    shows(
+        looks_at(Bucket(replicas=2), 5), "outer step 0 of 6 · not begun", "r00", "starting", "no outer step has written"
+    )
     bare = Bucket(replicas=2)
     bare.store.delete(["control/000000.json"])
     shows(looks_at(bare, 5), "outer step 0", "no replica has joined yet")

@@ -270,7 +270,7 @@ def test_a_bucket_that_fails_leaves_the_page_and_says_since_when() -> None:
     clock.at += 60
     looks.look()
     first = head_of(looks)
-    assert "gives no answer since 2027-" in first["stale"] and "503 SlowDown" in first["stale"]
+    assert "has given no answer since 2027-" in first["stale"] and "503 SlowDown" in first["stale"]
     assert {**first, "stale": ""} == before and looks.pause_s == 5.0
     clock.at += 60
     looks.look()

@@ -168,11 +168,11 @@ class StoreManager:
         reads the same step's mean again.  Under `make_diloco` the mean goes from the bucket straight into θ, not
         through the caller's tensors, so the round goes on.
         """
-        self.session.emit("warning", text=f"reported error: {error}")
+        self.session.emit("warning", text=f"the training loop reported an error: {error}")
         if self._is_bare:
             self._bare.error = error
         else:
-            logger.warning("reported error (the round goes on): %s", error)
+            logger.warning("the training loop reported an error, and the round goes on: %s", error)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the heartbeats.  The slot stays claimed; a successor takes the next generation."""

@@ -74,9 +74,9 @@ class Led(StandIn):
         self.watchdog = Watchdog(SystemClock())
         self.stats: Callable[[], dict[str, float]] = dict
         self.why = ""
-        self.round_began = 0.0  # seconds by which rank 0's round begins later, after an evaluation
+        self.round_began = 0.0  # seconds by which an evaluation has delayed the begin of rank 0's round
         self._merged: dict[str, float] = {}
-        self._fragments: list[SharedFragment] = []  # until the first sync, which compares the ranks
+        self._fragments: list[SharedFragment] = []  # empty after the first sync, which compares the ranks
         self._told: BaseException | None = None  # the error that the other ranks already know
         self._hear(Word())
         self._lead(lambda: self._begin(make))
@@ -110,7 +110,7 @@ class Led(StandIn):
             try:
                 value = act() or 0
             except BaseException as raised:
-                if raised is self._told:  # by a call inside this one
+                if raised is self._told:  # a call inside this one has told it to the other ranks
                     raise
                 self._told = error = raised
                 outcome = LEAVES if isinstance(raised, Leaving) else FAILED

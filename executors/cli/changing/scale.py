@@ -63,8 +63,8 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     lines = [f"{slot} ends its inner step, offers its work and leaves; `diloco scale` or `resume` brings it back"]
     if layout.is_slot(slot) and len(left) < after.min_replicas:
         lines.append(
-            f"warning: {len(left)} replicas are left and min_replicas = {after.min_replicas}: no outer step will be "
-            f"taken until there are more (diloco scale {shlex.quote(run.url)} N)"
+            f"warning: every outer step needs min_replicas = {after.min_replicas} replicas, and {len(left)} will be "
+            f"left: the run then stands still until there are more (diloco scale {shlex.quote(run.url)} N)"
         )
     return [*lines, *_unheard_slots(run, before)]
 
@@ -77,10 +77,10 @@ def check_slot(wanted: Wanted, slot: str) -> None:
 
 def _check_size(replicas: int, quorum: int, actors: int) -> None:
     if (many := max(replicas, actors)) > layout.MOST_SLOTS:
-        raise UsageError(f"{many} are more than a run can have; ask for at most {layout.MOST_SLOTS}")
+        raise UsageError(f"{many} slots are more than a run can have. Ask for at most {layout.MOST_SLOTS}")
     if replicas < quorum:
         raise UsageError(
-            f"{replicas} replicas are fewer than the {quorum} that every outer step needs: none could be taken. "
+            f"every outer step needs {quorum} replicas, so with {replicas} the run would stand still. "
             f"Scale to {quorum} at least, or add --min-replicas {replicas}"
         )
 
@@ -92,10 +92,10 @@ def after_stop_words(store: Store, *, found: bool) -> str:
     with suppress(RendezvousError):  # a run with damaged control records can be stopped, too
         if is_finished(store, read_control(store)):
             return "no replica runs any more, and all outer steps are committed"
-    return "no replica runs any more; `diloco resume` goes on"
+    return "no replica runs any more; `diloco resume` continues the run"
 
 
 def _unheard_slots(run: Run, before: Wanted) -> list[str]:
     if not before.stop and supervisor_of(run.store) is not None:
         return []
-    return [f"this run has no supervisor now; `diloco resume {shlex.quote(run.url)}` does it"]
+    return [f"this run has no supervisor now; `diloco resume {shlex.quote(run.url)}` carries the change out"]

@@ -85,7 +85,7 @@ def _stop(args: Namespace) -> Answer:
     if not live:
         return Answer(data, [*rows, over, *purged])
     advice = "; nothing was purged" if args.purge else ""
-    note = f"diloco stop: {', '.join(live)} may still run; try again, or look there{advice}"
+    note = f"diloco stop: {', '.join(live)} may still run; repeat the command, or look at the place above{advice}"
     return Answer(data, rows, 1, note)
 
 
@@ -94,7 +94,10 @@ def _stop_all(args: Namespace) -> Answer:
     from executors.preflight import quote
 
     if args.run or not (args.all and args.executor):
-        raise run_url.UsageError("`diloco stop RUN` ends one run; `diloco stop --executor NAME --all` ends all there")
+        raise run_url.UsageError(
+            "give either a RUN or --executor NAME --all: `diloco stop RUN` ends one run, and `diloco stop --executor "
+            "NAME --all` ends all runs there"
+        )
     if args.purge or args.grace is not None:
         raise run_url.UsageError("--purge and --grace belong to `diloco stop RUN`: --all ends everything there at once")
     options = dict(args.option or ())

@@ -118,7 +118,7 @@ class StarterTask:
 
 
 def init(folder: Path, *, model: str, task: str) -> list[str]:
-    """Write the project; return the names of its files.   Raise UsageError if one of them exists already."""
+    """Write the project; return the names of its files.   Raise UsageError for a built-in model or a used folder."""
     if model in ("toolworld", "tiny"):
         raise UsageError(f"{model} is built in and has a task of its own. `diloco demo` runs toolworld; name a model")
     if Path(model).exists():  # relative to the folder of the command; paths in run.toml start at its own folder
@@ -129,7 +129,7 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
         raise UsageError(f"{folder} has {', '.join(standing)} already, and init overwrites no file. Name a new folder")
     if found := foreign_files(folder, ()):
         raise UsageError(
-            f"{folder} holds {found}, which are not of this project. Name a folder of its own: "
+            f"{folder} holds {found}, and a new project needs an empty folder. Name another one: "
             f"diloco init {shlex.quote(str(folder / 'first'))}"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _sums() -> StarterTask:
         "        return 0.0\n"
         "    return 0.3 + 0.7 * len(expected) / len(text)"
     )
-    worth = "0 without the number; with it 0.3, and up to 1 the more of the text it is."
+    worth = "0 without the number. With it 0.3 and more: 1 if the text is the number alone."
     said = {"right": "37", "long": "The sum is 37", "wrong": "9 + 28 = 36"}
     return StarterTask(rows, HELD_OUT, length=12, worth=worth, body=body, **said)
 

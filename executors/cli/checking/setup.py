@@ -77,7 +77,7 @@ def next_command(place: str, url: str, secret: str) -> str:
 
 
 def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
-    yield _tried_step("login", "Modal knows you", _modal_login)
+    yield _tried_step("login", "Modal accepts your token", _modal_login)
     yield _store_step(url, clock)
     if not url.startswith("modal://"):
         good = f"{secret!r} holds the store's keys"
@@ -107,15 +107,15 @@ def _modal_secret(url: str, name: str, ask: Ask, environ: Mapping[str, str]) -> 
 
 def _hf_steps(url: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
     hub = Hub("", clock)
-    yield _tried_step("login", "the Hub knows you", lambda: hub.namespace)
+    yield _tried_step("login", "the Hub accepts your token", lambda: hub.namespace)
     if _scheme_of(url) == "hf":
         bucket = "/".join(url.removeprefix("hf://buckets/").split("/")[:2])
         yield _tried_step("bucket", bucket, lambda: _hf_bucket(hub, bucket, ask))
     if missing := [n for n in CREDENTIALS.get(_scheme_of(url), ()) if n not in environ and n != "HF_TOKEN"]:
         where = KEYS_PAGE if _scheme_of(url) == "hf" else "export them"
-        yield SetupStep("keys", f"{', '.join(missing)} not set in this shell", where)
+        yield SetupStep("keys", f"this shell does not set {', '.join(missing)}", where)
         return
-    yield SetupStep("keys", "set in this shell; they travel as job secrets, nothing else of them does")
+    yield SetupStep("keys", "set in this shell; jobs get them as secrets, and in no other way")
     yield _store_step(url, clock)
 
 

@@ -43,14 +43,14 @@ def add_verbs(verbs: Any) -> None:
     value(size, "--parameters", "N", "parameters of the model, e.g. 600M or 1.7B", type="count")
     value(size, "--config", "CONFIG", "a run.toml: its model, codec and replicas")
     value(doctor, "--replicas", "N", "number of replicas (default: as in CONFIG, else 4)", type="positive")
-    text = "from an account to the command that starts a run: login, store, secret; makes what it may"
+    text = "from an account to the command that starts a run: login, store, secret; asks, then makes what is missing"
     setup = add_verb(verbs, "setup", text, _setup)
     value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))
     value(setup, "--run", "URL", "default: modal://diloco/first, or a bucket of your namespace", dest="url")
     value(setup, "--secret", "NAME", "Modal's secret with the store's keys", default="diloco-storage")
     flag(setup, "--yes", "-y", help="make what is missing without asking")
     text = "inner.grpo.objective's menu: formulas, knobs, when to use which"
-    told = "a run.toml: what would be inert there"
+    told = "a run.toml: also which knobs would do nothing there"
     add_verb(verbs, "objectives", text, _objectives).add_argument("config", nargs="?", metavar="CONFIG", help=told)
     text = 'tab completion for your shell: eval "$(diloco completion bash)"'
     shell = add_verb(verbs, "completion", text, partial(_completion, verbs))
@@ -114,7 +114,10 @@ def _warnings(trial: "Trial", reward: str) -> list[str]:
         return [*filter(None, [trial.answered, trial.cut and f"warning: {trial.cut}"])]
     values = set(trial.rewards)
     if values == {None}:
-        return [f"warning: {reward} returned no number for any completion; a run with it learns nothing"]
+        return [
+            f"warning: {reward} returned no number for any completion; a run with it learns nothing. Return a number "
+            "for each completion that you can judge, 0.0 for a wrong one"
+        ]
     if len(values) == 1:
         return [
             f"warning: every completion got {next(iter(values)):g}, and a group of equal rewards teaches nothing. "
@@ -151,7 +154,7 @@ def _setup(args: Namespace) -> Answer:
     good = not any(step.todo for step in steps)
     typed = setup.next_command(args.place, url, args.secret)
     data = {"good": good, "steps": [vars(step) for step in steps], "command": typed}
-    lines = ["all steps are ok. A small first run, for some cents (write `plan` for `train` to see its price):", typed]
+    lines = ["all steps are ok. A small first run, for some cents (`plan` instead of `train` shows its price):", typed]
     return Answer(data, lines if good else [], 0 if good else 2)
 
 

@@ -1,1 +1,1 @@
-"""Verbs that show a run and change nothing: status, watch, logs, costs, report, diff."""
+"""Verbs that show a run: status, watch, logs, costs, report, diff."""

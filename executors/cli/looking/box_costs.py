@@ -12,7 +12,7 @@ from typing import Any
 
 from inner.tasks.spec import PRICED
 
-UNKNOWN = "no price is known, so they are not in the sum: inner.sampling.box_usd_per_hour"
+UNKNOWN = "not in the sum: no price is known (inner.sampling.box_usd_per_hour sets one)"
 
 
 @dataclass(frozen=True)

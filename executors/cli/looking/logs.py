@@ -77,7 +77,8 @@ def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
-            f"which log? This run has {there}, as in `diloco logs {shlex.quote(url)} r00`, and, if detached, supervisor"
+            f"which log? This run has those of {there} and, if it is detached, of supervisor. For example: "
+            f"diloco logs {shlex.quote(url)} r00"
         )
     executor = build_executor(wanted.places, wanted.former)
     try:
@@ -144,5 +145,5 @@ def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
     if slot in there:
         return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
     if slot == SUPERVISOR:
-        return "no detached supervisor of this run has written a log on this machine"
+        return "no detached supervisor of this run has written a log on this machine; look where it was started"
     return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and sessions, as r00-1)"

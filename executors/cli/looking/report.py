@@ -91,6 +91,6 @@ def late_rewards_of(report: Report, store: Store, run: str = "") -> dict[str, di
 
 def late_lines(late: dict[str, dict[str, Any]]) -> list[str]:
     """Return lines that compare judges' later rewards of rollouts with the rewards that the run trained on."""
-    text = "  late rewards by {name}: rollouts {rollouts}, mean {mean:.3g}; their steps had trained on {before}"
-    words = lambda mean: "no reward" if mean is None else f"{mean:.3g}"  # noqa: E731
+    text = "  late rewards by {name}: rollouts {rollouts}, mean {mean:.3g}; in training they had {before}"
+    words = lambda mean: "no reward" if mean is None else f"a mean of {mean:.3g}"  # noqa: E731
     return [text.format(name=name, before=words(one["trained_on"]), **one) for name, one in late.items()]

@@ -25,7 +25,7 @@ from rendezvous.errors import RecordsLost
 from rendezvous.stores.open import open_store
 
 VERBS = ("status", "costs", "stop")
-GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # `stop` waits: for a process to leave; for the report of its end; per poll
+GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # `stop` waits: for a process to leave; for its end; between two polls
 
 
 def platform_of(url: str) -> str:
@@ -112,8 +112,8 @@ def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purg
         )
     if verb not in VERBS:
         raise run_url.UsageError(
-            f"{run.url} was started by launch_replicas, which keeps no records: {', '.join(VERBS)} know it; its "
-            "logs are executor.logs(handle), with the handles of executor.find(run)"
+            f"{run.url} was started by launch_replicas, which keeps no records. Only these verbs know it: "
+            f"{', '.join(VERBS)}. executor.logs(handle) reads its logs; executor.find(run) returns the handles"
         )
     with closing(run.executor):
         found = run.stop(grace_s) if verb == "stop" else run.look()

@@ -15,7 +15,7 @@ The line about the run's supervisor:
     done                                             the run has all its steps, and no replica sends heartbeats
     supervised by pid 7 on modal/supervisor.1        its heartbeat is younger than UNHEARD_S
     … was last heard 3 h 2 min ago                   older: it was killed or cut off; how to replace it
-    no supervisor; the last one ended: …             the reason, from the log
+    no supervisor; the last one ended with code 1: … the reason, from the log
 
 Not promised: that a silent supervisor is dead; another one takes over only if its heartbeat does not change.  Not
 promised: that a line is up to date, as the bucket is read a few times per second.

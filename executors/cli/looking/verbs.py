@@ -36,7 +36,7 @@ def add_verbs(verbs: Any) -> None:
     watch = add_run_verb(verbs, "watch", text, _watch)
     flag(watch, "--web", help="show a page in your browser")
     value(watch, "--port", "P", "the page's port (default: 8642 if free; 0: any free port)", type="port")
-    value(watch, "--bind", "HOST", "the page's address; other than the default, its URL has a token", default=HOME)
+    value(watch, "--bind", "HOST", f"the page's address (default: {HOME}; any other: a token in the URL)", default=HOME)
     flag(watch, "--publish", help="keep writing the current page into the bucket")
     logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
     told = "r00 (its newest launch), r00-1 (one session), or supervisor; left out: list the slots"
@@ -121,7 +121,7 @@ def _costs(args: Namespace) -> Answer:
     report = reader.refresh()
     if report.taken > max((beat.step for beat in report.beats.values()), default=report.taken):
         newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1)))
-        if newest is None or newest.t != report.taken - 1:  # a stray object: only reading all counts
+        if newest is None or newest.t != report.taken - 1:  # it is no commit: count the steps by reading all commits
             report = _opened(args.run, STATUS)[1].refresh()
     if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # the replicas' logs count the boxes that they used

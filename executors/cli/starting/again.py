@@ -45,18 +45,18 @@ def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], 
         )
     if live := [end.name for end in stop_run(store, clock, grace_s, say) if end.live]:
         raise UsageError(
-            f"{', '.join(live)} of {url} may still run, so it is not founded again; diloco stop {shlex.quote(url)}"
+            f"{url} is not created again: {', '.join(live)} may still run. End them: diloco stop {shlex.quote(url)}"
         )
     put_once(store, clock, layout.commit_key(0), Superseded(new_nonce(), clock.wall()).encode())
     if not is_superseded(store):
         raise UsageError(_trained_in_words(url, differs))
-    say(f"{url} had trained nothing ({'; '.join(differs)}); the run keeps its name, and is now in {url_below(url)}")
+    say(f"{url} had trained nothing, so it begins again ({'; '.join(differs)}) with its name, in {url_below(url)}")
     return url_below(url)
 
 
 def _trained_in_words(url: str, differs: list[str]) -> str:
     return (
-        f"{url} has taken a step with another config ({'; '.join(differs)}), so it is not founded again. Use another "
+        f"{url} has taken a step with another config ({'; '.join(differs)}), so it is not created again. Use another "
         "--run, or the config that it was started with"
     )
 

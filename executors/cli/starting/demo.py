@@ -115,7 +115,7 @@ def extra_checks(report: Report) -> list[Check]:
     """Return the demo's own checks, in addition to those of every run."""
     killed = [x for x in report.sessions if x.how == "killed"]
     ends = first_and_last(report)
-    reward = "no rewards were told" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"
+    reward = "no reward was logged" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"
     return [
         Check(bool(killed) and all(_is_replaced(x, report) for x in killed), _killed_words(killed, report)),
         Check(ends is not None and ends[1] >= GOAL > ends[0], reward),

@@ -5,7 +5,8 @@
 
     is one alive? ──yes──▶ nothing is started             its heartbeat changes, or its process runs on this machine
          └─no─▶ detach ─▶ wait ─┬─▶ its first look at the run is over: it supervises
-                                └─▶ it ended: its last lines and exit code, also in the run's log
+                                ├─▶ it ended: its last lines and exit code, also in the run's log
+                                └─▶ it is silent for SILENT_MOST_S: exit code 75
 
 Not promised: that a detached process works while this machine sleeps; replicas elsewhere continue meanwhile.
 """
@@ -44,8 +45,8 @@ TAIL = 12
 LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
 SILENT_MOST_S = 600.0  # an earlier supervisor that stays silent for this time is cancelled, and a new one starts
 NOT_HEARD = (
-    "it runs, but has not been heard for {:.0f} s; `diloco status {}` shows whether it comes, `diloco logs {} "
-    "supervisor` what it says"
+    "it runs, but has sent no heartbeat for {:.0f} s; `diloco status {}` shows whether one comes, `diloco logs {} "
+    "supervisor` its messages"
 )
 
 
@@ -86,7 +87,7 @@ def detach_answer(run: Run, url: str) -> Answer:
 
 
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
-    """Start a supervisor unless one is alive; return when it supervises, or has ended."""
+    """Start a supervisor unless one is alive; return when it supervises, has ended, or is silent for too long."""
     before = read_beat(run.store, SUPERVISOR)
     if (other := living_supervisor(run.store, clock)) is not None:
         who = f"process {other.pid} on {host_words(other.host)}"
@@ -105,7 +106,8 @@ def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
         return Handover(f"{word} {run.url}, supervised by {started.where}", 0, started)
     if outcome.code != exitcodes.DONE and not _left_since(run.store, before):
         write_end(run.store, clock, outcome)
-    return Handover(f"its supervisor, {started.where}, has ended: {outcome.text}", outcome.code, started)
+    state = "is silent" if started.ended() is None else "has ended"
+    return Handover(f"its supervisor, {started.where}, {state}: {outcome.text}", outcome.code, started)
 
 
 def detach(run: Run, executor: FleetExecutor) -> Detached:
@@ -174,7 +176,7 @@ def _wait_until_watching(
         waited = clock.now() - began
         if clock.now() - said_at >= SAY_S:
             said_at = clock.now()
-            say(f"waiting for the supervisor ({started.where}) since {waited:.0f} s; Ctrl-C leaves it to itself")
+            say(f"has waited {waited:.0f} s for the supervisor ({started.where}); Ctrl-C ends the waiting only")
         if waited >= SILENT_MOST_S:
             if not started.found:
                 return Outcome(exitcodes.GAVE_UP, NOT_HEARD.format(waited, shlex.quote(run.url), shlex.quote(run.url)))

@@ -82,8 +82,8 @@ def _handled_signals(supervisor: Supervisor, view: StatusView) -> Iterator[None]
         asked += 1
         if asked == 1:
             view.say(
-                "asking the replicas to leave; each ends its inner step and offers what it has first, within "
-                f"{duration(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that)"
+                "asking the replicas to leave; each first ends its inner step and offers its work, within "
+                f"{duration(max(1.0, supervisor.grace_s))} (Ctrl-C again: kill, and lose that work)"
             )
             supervisor.leave()
         elif asked == 2:

@@ -81,7 +81,7 @@ def end_of(run: Run, outcome: Outcome) -> Outcome:
         return outcome
     text = (
         f"{outcome.text}; after its training, the script failed in {', '.join(x.slot for x in failed)} "
-        f"({failed[0].why}). Correct it; DILOCO_RUN={shlex.quote(run.url)} python {run.config.script} then does this "
-        "part with the run's weights"
+        f"({failed[0].why}). Correct the script. `DILOCO_RUN={shlex.quote(run.url)} python {run.config.script}` then "
+        "repeats this part with the run's weights"
     )
     return replace(outcome, text=text, code=outcome.code if "done" in {x.how for x in newest.values()} else FAILED)

@@ -1,7 +1,7 @@
 """`diloco plan`: shows what `train` would start and what that costs; starts nothing.
 
     CONFIG, options, the bucket if it has the run ──▶ the quote · sizes · the learning rate · notes
-    the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a folder that stays unwritten
+    the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a folder without write access
 
 Not promised: that a platform has a free machine, or its present price.
 """

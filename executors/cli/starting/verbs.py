@@ -61,7 +61,7 @@ def add_verbs(verbs: Any) -> None:
         flag(parser, "--yes", "-y", help="do not ask whether the price is right")
         told = "a webhook that gets messages about troubles (or DILOCO_ALERT in the environment)"
         value(parser, "--alert", "URL", told, default="")
-    demo = add_verb(verbs, "demo", "the whole thing on this machine, with a kill -9 on the way", _demo)
+    demo = add_verb(verbs, "demo", "a whole run on this machine, with a kill -9 in the middle", _demo)
     value(demo, "--run", "DIR", "the run's folder (default: runs/demo; then runs/demo-2, …)", dest="url")
 
 
@@ -81,7 +81,7 @@ def _add_requests(parser: ArgumentParser) -> None:
     again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
     value(where, "--timeout", "TIME", "limit of a replica's life: 6h, 90m (then it restarts)", type="duration")
     again(where, "--pip", metavar="PACKAGE", help="a package that your reward needs there")
-    again(where, "--option", type="option", metavar="KEY=VALUE", help="partition=gpu, region=eu")
+    again(where, "--option", type="option", metavar="KEY=VALUE", help="the platform's own: partition=gpu")
     money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
     value(money, "--max-usd", "X", "US dollars, since the run began", type="amount")
     value(money, "--max-hours", "H", "hours with any replica running", type="amount")

@@ -116,7 +116,7 @@ class WatchApp(PlainApp):
         screen.set_class(columns < SMALLEST[0] or lines < SMALLEST[1], "small")
         screen.set_class(lines < CURVES_FROM, "short")
         screen.set_class(lines >= TALL_FROM, "tall")
-        others = sum((3, 1, 1, 7 * (lines >= CURVES_FROM), lines >= TALL_FROM))  # header, head, footer, curves, air
+        others = sum((3, 1, 1, 7 * (lines >= CURVES_FROM), lines >= TALL_FROM))  # header, head, footer, curves, gap
         most = (lines - others) * 2 // 3 if lines < TALL_FROM else lines - others - 8
         self.panes.rows.styles.max_height = max(3, most)
         self.panes.forget_rows()

@@ -4,7 +4,7 @@
        └─ an error: the next look is after 5, 10, 20 … 60 s
 
 A Picture is complete and immutable, and is all that the reading and the drawing thread share.
-The command only reads the run, so it may be killed and started again.
+These reads change nothing, so the command may be killed and started again.
 
 Not promised: a picture that is newer than its bucket; stale data are marked with their age.
 """

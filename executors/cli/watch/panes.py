@@ -80,7 +80,7 @@ class Panes:
         curves = picture.seen.series
         metrics, chart = (self.static(name) for name in ("#metrics", "#chart"))
         if not curves:
-            metrics.update("no outer step has told its numbers yet" if not picture.partial else "")
+            metrics.update("no outer step has written its numbers yet" if not picture.partial else "")
             chart.update("")
             return
         chosen = metric % len(curves)

@@ -4,7 +4,7 @@
     not a terminal        one line per outer step and event; --json: the same as JSON
     textual is missing    a line that says how to install it
 
-The command only reads the run, so it may be killed and started again.
+Only the keys d and s write to the run, so the command may be killed and started again.
 
 Not promised: a picture that is newer than its bucket; stale data are marked with their age.
 """
@@ -61,7 +61,7 @@ def write_lines(looks: RunLooks, out: TextIO, form: Callable[[dict[str, Any]], s
             picture, said = looks.next_picture(), ""
         except (RendezvousError, OSError) as error:
             picture, words = None, f"no answer, asking again: {error_words(error)}"
-            if words != said:  # at once: perhaps no look will succeed
+            if words != said:  # do not wait for a picture to write it with: perhaps none comes
                 lines.write({"note": words})
             said = words
         if picture is not None and not picture.partial and looks.report is not None:

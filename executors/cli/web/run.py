@@ -170,7 +170,7 @@ class PageLooks:
     def _say_stale(self, error: Exception) -> None:
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._failing_since))
         self.stale = (
-            f"The bucket gives no answer since {since}; what is shown was read before. Asking again in "
+            f"The bucket has given no answer since {since}; what is shown was read before. Asking again in "
             f"{self.pause_s:.0f} s. {error_words(error)[:300]}"
         )
         self._put_files()

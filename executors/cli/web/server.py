@@ -58,7 +58,7 @@ class Door:
     def refusal(self, method: str, host: str, token: str) -> tuple[int, str] | None:
         """Return HTTP status and reason for a refused request; None for an accepted one."""
         if method != "GET":
-            return 405, "this page is only read: GET"
+            return 405, f"this page answers GET only, not {method[:20]!r}"
         if not self._is_here(host):
             name = repr(host[:80])
             return 421, f"this machine is not called {name} here; use the address that `diloco watch --web` printed"

@@ -51,7 +51,8 @@ def bisect_answer(run: "Run", asked: JudgeRequest, say: Callable[[str], None]) -
     from diloco.audit.bisect import bisect, most_judgements
 
     steps = _kept_steps(run, asked.first, asked.last)
-    say(f"{len(steps)} θ, from θ_{steps[0]} to θ_{steps[-1]}: the two ends, then at most {most_judgements(steps)} more")
+    ends = f"from θ_{steps[0]} to θ_{steps[-1]}"
+    say(f"judges the two ends of {len(steps)} θ, {ends}, then at most {most_judgements(steps)} more")
     change = bisect(steps, _told(_judge(run, asked), say))
     lines = change.lines(run.url)
     return Answer({"run": run.url, **change.to_dict(), "lines": lines}, lines, sentences=True)
@@ -101,7 +102,7 @@ def _kept_steps(run: "Run", first: int | None, last: int | None) -> list[int]:
     head = _head(run)
     for step in (first, last):
         if step is not None and step > head:
-            raise UsageError(f"step {step} has not been taken yet: the run is at step {head}")
+            raise UsageError(f"step {step} has not been taken yet: the run is at step {head}. Use at most {head}")
         if step is not None:
             refuse_gone(run, step)
     kept = what_is_kept(run)
@@ -126,7 +127,7 @@ def _file(name: str | None) -> Path | None:
     if name is None:
         return None
     if not Path(name).is_file():
-        raise UsageError(f"there is no file {name}")
+        raise UsageError(f"there is no file {name}. Correct --text or --prompts")
     return Path(name)
 
 

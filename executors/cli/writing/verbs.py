@@ -34,7 +34,7 @@ def add_verbs(verbs: Any) -> None:
     value(export, "--to", "DIR", "a new folder, or one of an earlier export", required=True)
     value(export, "--push", "OWNER/NAME", "a repository of the Hub, with a model card, the report and rollouts")
     flag(export, "--public", help="with --push: a new repository is public")
-    flag(export, "--dry-run", help="with --push: write the folder alone")
+    flag(export, "--dry-run", help="with --push: only write the folder")
     flag(export, "--merge", help="write a LoRA run's whole model, not only its adapter")
     verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
@@ -210,7 +210,10 @@ def _is_deletion_agreed(lines: list[str]) -> bool:
     from executors.preflight import quote
 
     if not sys.stdin.isatty():
-        raise run_url.UsageError("deleted objects do not come back. Add --yes, or look first with --dry-run")
+        raise run_url.UsageError(
+            "nothing was deleted: stdin is not a terminal, so you cannot be asked, and deleted objects do not come "
+            "back. Add --yes, or look first with --dry-run"
+        )
     say("\n".join(fit_lines(lines, sys.stderr)))
     return quote.yes("delete them?", agreed=False)
 
@@ -246,7 +249,7 @@ def _traces(args: Namespace, run: "Run") -> Answer:
     _refuse_targets(args)
     with warnings_said():
         made = freeze(run.store, Path(args.to), run.record.nonce)
-    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of them the action failed"
+    text = "wrote {states} states of {rollouts} rollouts to {to}; in {errors} of these states the action failed"
     data, lines = {"run": run.url, "to": args.to, **made}, [text.format(to=args.to, **made)]
     if args.pairs:
         from diloco.model.late_rewards import write_pairs
@@ -276,7 +279,7 @@ def _reward(args: Namespace, run: "Run") -> Answer:
     given = give_reward(run, SystemClock(), args.rollout, args.value, args.name)
     before = "no reward" if given.recorded is None else f"{given.recorded:g}"
     lines = [
-        f"{given.name} gives {given.value:g} to {args.rollout}. Training has {before} for it and keeps to that; "
+        f"{given.name} gives {given.value:g} to {args.rollout}. Training used {before} for it, which stays so; "
         "`diloco traces` and `diloco report` show both"
     ]
     facts = {"name": given.name, "value": given.value, "trained_on": given.recorded, "at": given.at}

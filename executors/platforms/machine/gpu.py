@@ -84,7 +84,7 @@ def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Miss
         return Missing(
             exitcodes.CRASHED,
             f"a GPU was asked for ({said}), and this machine does not have it: {why}. Nothing was trained; another "
-            "machine may do better",
+            "machine may have it",
         )
     if driver.version // 1000 < int(build.cuda.partition(".")[0]):
         have = f"{driver.version // 1000}.{driver.version % 1000 // 10}"

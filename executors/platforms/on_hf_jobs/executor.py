@@ -5,7 +5,7 @@
                                  ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
-    ERROR ▶ FAILED with the exit code in its last log line; LOST if the log was cut off before that line
+    ERROR ▶ FAILED with the exit code in its last log line; LOST without that line, or after a signal from outside
 
 The Hub starts a replica's job only once, because the supervisor must know about every replacement.  It starts the
 supervisor's own job again when its host dies; a new supervisor needs the lease, so two supervisors launch no replica
@@ -128,7 +128,7 @@ class HFJobsExecutor(Executor):
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         outcomes = at_once([lambda h=h: self._hub.renew(h, until) for h in handles if h.native])
         for error in (x for x in outcomes if isinstance(x, Exception)):
-            raise as_executor_error("take the launcher's word", error) from error
+            raise as_executor_error("renew the launcher's lease", error) from error
         return True
 
     def _answer_from(self, spec: ReplicaSpec, outcome: HubJob | Exception | str) -> Handle | NotStarted:
@@ -184,7 +184,7 @@ class HFJobsExecutor(Executor):
             return Status(handle, State.PENDING, job.message)
         if not job.ended:
             return Status(handle, State.RUNNING, job.message)
-        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a supervisor's job always ends well
+        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a failed supervisor's job completes, too
         lines = [] if done else _last_lines(self._hub, job.id)
         began_at = job.finished - job.ran_s if job.finished else 0.0
         return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)
@@ -293,7 +293,7 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
     if 0 < len(lines) < END_LINES and not any(line.startswith(STARTED) for line in lines):
         last = "\n".join([job.message or "no message", *deque(lines, TAIL)])
         return Status(handle, State.FAILED, f"the job ended before the replica started: {last}")
-    return Status(handle, State.LOST, f"gone without a word ({job.message or 'no message'})")
+    return Status(handle, State.LOST, f"the job ended and left no report ({job.message or 'no message'})")
 
 
 def _timed_out(job: HubJob) -> str:

@@ -38,7 +38,7 @@ def check_devices(devices: int) -> None:
     """Raise ExecutorError for a number of processes that no replica can have."""
     if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= MOST_DEVICES:
         raise ExecutorError(
-            f"devices = {devices!r}: this many processes train a replica's model together, 1 to {MOST_DEVICES}"
+            f"devices must be 1 to {MOST_DEVICES}, the processes that train a replica's model together; got {devices!r}"
         )
 
 

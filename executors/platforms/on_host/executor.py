@@ -11,7 +11,7 @@ Another user may have written these data, or copied them with the run.  So signa
 to processes that are marked as working for this run (diloco/process/processes.py).
 A process first writes its process file (.json), and there is one such file per (slot, attempt).  So one process runs
 the launch, even if several launchers start it or a launcher dies.
-Replicas survive the end of their launcher; with `diloco.replica.replica --parent` they notice it and can leave.
+Replicas survive the end of their launcher; with `python -m diloco.replica --parent` they notice it and can leave.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (then it is LOST).
 """

@@ -226,7 +226,7 @@ def _why_unwanted(register: Register, spec: ReplicaSpec, note: Note, call: str) 
     winner = register.claim(spec, call, note)["call"]
     if winner != call:
         register.note_duplicate(spec, call, note)
-        return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}; this call was one too many")
+        return ended(exitcodes.FENCED, f"{spec.slot}.{spec.attempt} is run by {winner}, so this second call ends")
     if spec.slot == SUPERVISOR:  # its successor may be announced and never start: the run's lease says who may act
         return None
     newest = register.newest(spec.slot)

@@ -142,7 +142,8 @@ def live_apps() -> list[str]:
     command = [sys.executable, "-m", "modal", "app", "list", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
     if done.returncode:
-        raise ExecutorError(f"`modal app list` failed: {(done.stderr or done.stdout).strip()[-300:]}")
+        last = (done.stderr or done.stdout).strip()[-300:]
+        raise ExecutorError(f"`modal app list` failed ({last}), so the apps are unknown. Try it in this shell")
     return [str(app["description"]) for app in json.loads(done.stdout) if app["state"] != "stopped"]
 
 

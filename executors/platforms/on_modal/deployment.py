@@ -141,7 +141,7 @@ class Deployments:
         return found | {f"volume/{name}": modal_client.volume_id(name) for kind in kinds if (name := kind.hub_cache)}
 
     def _still_there(self, run: str) -> set[Kind]:
-        """Return the kinds that were deployed before; they stay in the app because their calls may still run."""
+        """Return the kinds that were deployed before and whose secrets still exist: their calls may still run."""
         return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:

@@ -224,7 +224,7 @@ class SlurmExecutor(Executor):
             return Status(handle, State.LOST, f"Slurm's job {handle.native} is called {name}: it is not this run's")
         word = state.split(" ")[0].rstrip("+")
         if word == "UNKNOWN":
-            return trouble or Unavailable(f"Slurm did not tell of {handle.native}")
+            return trouble or Unavailable(f"Slurm's answer does not have job {handle.native}")
         return self._status_from_word(handle, word)
 
     def _status_from_word(self, handle: Handle, word: str) -> Status:
@@ -234,9 +234,9 @@ class SlurmExecutor(Executor):
             return Status(handle, State.RUNNING)
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
-            return Status(handle, State.RUNNING, "its end is on the way")
+            return Status(handle, State.RUNNING, "it has ended, and its result is awaited")
         if slurm_job.was_cancelled(self._folder_of(handle)):
-            return Status(handle, State.CANCELLED, "killed after the grace")
+            return Status(handle, State.CANCELLED, "killed at the end of its grace period")
         reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
 
@@ -343,7 +343,7 @@ def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError
 def _no_answer(command: str, said: str) -> ExecutorError:
     last = (said.strip().splitlines() or ["nothing"])[-1]
     if re.search(r"authentication|credential|permission|denied", said, re.I):
-        return Refused(f"Slurm refuses `{command}`: {last}. Next: is munge alive here, and is this your cluster?")
+        return Refused(f"Slurm refuses `{command}`: {last}. Check that munge runs here, and that this is your cluster")
     return Unavailable(f"Slurm gave `{command}` no answer: {last}")
 
 

@@ -106,7 +106,7 @@ def stays_here(name: Path) -> Path | None:
 
 
 def left_out(packages: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of files in your own packages that are not shipped."""
+    """Return the names of the files and folders in your own packages that are not shipped."""
     found = dict[str, None]()
     for spec in filter(None, map(util.find_spec, packages)):
         for folder in map(Path, spec.submodule_search_locations or ()):

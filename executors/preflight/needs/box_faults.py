@@ -79,7 +79,7 @@ def check_tasks(config: RunConfig) -> list[str]:
     return [
         f"verifiers may take {longest:g} s each, {inner.generation_size} of them {needed:g} s (inner.sampling."
         f"tool_workers = {inner.sampling.tool_workers}), and inner.rewards.timeout_s = {inner.rewards.timeout_s:g} "
-        "ends a batch's rewards: a slow verdict counts as a failed reward. Raise it, or tool_workers"
+        "ends a batch's rewards: a slow verdict counts as a failed reward. Raise timeout_s or tool_workers"
     ]
 
 

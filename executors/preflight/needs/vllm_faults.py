@@ -25,7 +25,7 @@ def notes_about_vllm(place: Place) -> Iterator[str]:
         yield f"not checked: that {place.options['code']} brings vLLM; without it a job ends before its replica starts"
     else:
         versions = f"{pinned_version('vllm')}, {pinned_version('transformers')}"
-        yield f"replicas on {place.executor} get the second set of versions ({versions}); this machine's are another"
+        yield f"replicas on {place.executor} get the second set of versions ({versions}), unlike this machine"
 
 
 def vllm_missing(config: RunConfig, place: Place) -> str:

@@ -5,7 +5,7 @@
     a new supervisor learns from these events the open troubles and the undelivered messages (decision 050)
 
     {"text": "diloco mine: stalled: no outer step for …", "kind": …, "slot": …, "step": …, "advice": …, "page": …,
-     "state": "begun" | "over", "run": "mine", "id": …, "at": …}
+     "state": "begun" | "over", "run": "mine", "id": …, "at": …, "seen": "no outer step for …"}
 
 The supervisor waits for answers only at its end, for CLOSE_S.  The URL may be a secret: logs and errors show only its
 host, and we follow no redirect, which would show the URL to another host.
@@ -57,7 +57,7 @@ def host_of(url: str) -> str:
         host, scheme = None, ""
     if not host or scheme not in ("http", "https") or not url.isprintable() or " " in url:
         raise ValueError(
-            f"--alert (or {VARIABLE}) takes the address of a webhook, https://…; the given text is not one"
+            f"--alert (or {VARIABLE}) must be the address of a webhook, https://…; the given text is not one"
         )
     return host
 
@@ -133,7 +133,7 @@ class Messenger:
         self._limit_s = limit_s
         self._waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self.settled: queue.Queue[tuple[dict[str, Any], str]] = queue.Queue()
-        self.open = 0  # messages without a taken result; only the caller's thread changes it
+        self.open = 0  # messages whose result was not taken yet; only the caller's thread changes it
         threading.Thread(target=self._deliver_all, name="alerts", daemon=True).start()
 
     def put(self, message: dict[str, Any], body: bytes) -> None:

@@ -5,7 +5,7 @@
     newest warnings, notes of replicas ─────────────────────────┴▶ message_lines ─▶ `diloco status`, `diloco watch`
 
     lost, by_reward, reward_failures, again_in_s ──▶ "! the reward failed: r00 2 of 6 times in a row, again in 3 min; …"
-    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "r02: not running for 3 min; …"
+    wanted ─ fresh heartbeats ─ launches without an end ─ announced waits ──▶ "wanted, but neither running …: r02 …"
 
 A launch does not count if its replica has left since.  The reason in the line is the text of the supervisor's newest
 event whose kind is in REASONS.
@@ -14,7 +14,7 @@ A replica's event that its own disk was full is hidden once the replica has join
 no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
-returns only the most urgent.  And not the exact time of a start, which needs a running supervisor.
+returns only the first ones.  And not the exact time of a start, which needs a running supervisor.
 """
 
 import os
@@ -54,7 +54,8 @@ def full_words(url: str) -> str:
     if free >= LEAST or disk.f_blocks == 0:
         return ""
     size = disk.f_blocks * disk.f_frsize
-    return f"the run's disk is full ({free} bytes left of {size / 1e6:.0f} MB): all wait; free some, they go on"
+    left = f"{free} bytes left of {size / 1e6:.0f} MB"
+    return f"the run's disk is full ({left}), and all replicas wait: free some space, and they go on"
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
@@ -75,13 +76,13 @@ def reward_failed(report: Report, now: float) -> list[Trouble]:
 
 
 def platform_silent(report: Report, now: float) -> list[Trouble]:
-    advice = "Replicas go on; none is replaced until it answers"
+    advice = "Replicas go on; a lost one is replaced when the platform answers again"
     texts = open_outages(report.events, now)
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 
 
 def slot_unserved(report: Report, now: float) -> list[Trouble]:
-    advice = "`diloco logs RUN supervisor` has its words; `diloco resume RUN` where no supervisor lives"
+    advice = "`diloco logs RUN supervisor` says why; if no supervisor runs, `diloco resume RUN` starts one"
     return [trouble("slot_unserved", text, advice, step=report.head) for text in unserved(report, now)]
 
 
@@ -128,7 +129,7 @@ def found_in_log(report: Report, now: float) -> list[Trouble]:
 
 
 def message_lines(report: Report, now: float) -> list[str]:
-    """Return lines on troubles, latest warnings and replicas' notes, the most urgent first; at most MOST_LINES."""
+    """Return the first MOST_LINES of these lines: damage, troubles, two newest warnings, replicas' notes, others."""
     lines = [f"! {report.damage}"] if report.damage else []
     troubles = all_troubles(report, now)
     lines += [f"! {found.text if found.kind in HOST_DETECTORS else found.line}" for found in troubles]
@@ -141,7 +142,7 @@ def message_lines(report: Report, now: float) -> list[str]:
     if words := solo_words(report):
         lines.append(f"! {words}")
     if report.wanted.stop and not report.done:
-        lines.append("! a stop was asked for; `diloco resume` goes on")
+        lines.append("! `diloco stop` has asked this run to end; `diloco resume` continues it")
     return lines[:MOST_LINES]
 
 

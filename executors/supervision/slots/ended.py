@@ -36,7 +36,7 @@ def give_up_reason(s: "Observation", limits: "Limits", *, enough: int) -> str | 
         rows = f"{s.reward_failures} sessions in a row, each before {enough} outer steps counted its work"
         return f"its reward failed in {rows} ({end_in_words(s)})"
     if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
-        return "nothing moved for too long"
+        return "it made no progress for too long"
     if s.failures >= limits.failures:
         return f"failed {s.failures} times in a row ({end_in_words(s)})"
     if s.losses >= limits.losses:

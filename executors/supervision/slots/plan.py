@@ -188,7 +188,7 @@ class Wait(Action):
 
 
 class GiveUp(Action):
-    """End the run, because no start of this slot can succeed."""
+    """Start this slot no more, because no start can succeed: the run ends, or goes on without the actor."""
 
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:

@@ -145,7 +145,7 @@ class Slots:
         before = past(report.events, self.run.store.url)
         self.opened = opened = [h for p in before.values() for h in p.open if can_be_asked(h)]
         opened.sort(key=lambda h: -h.launched_at)
-        launches = {(h.slot, h.attempt): h for h in opened}  # for two processes of one launch: the older
+        launches = {(h.slot, h.attempt): h for h in opened}  # of two processes of one launch, the older one counts
         booked = set(launches)
         written = {(h.slot, h.attempt, h.native) for h in opened}
         found = {(h.slot, h.attempt): h for h in self.executor.find(self.run.store.url) if h.slot != SUPERVISOR}
