@@ -36,6 +36,7 @@ from torch import Tensor
 
 from inner.usercode.deadline import TimedOut, call_within
 
+Call = tuple[int, Any, partial[Any]]  # number of the rollout, its environment, the method with its arguments
 Calls = Sequence[tuple[int, Callable[[], Any]]]  # each with the number of its rollout
 
 
@@ -120,36 +121,56 @@ def methods_at_once(
     limit_s: seconds that one call may take; None: no limit.   hung: gets the rollouts whose call took longer. Such a
     call returns None, and so does a call of a rollout that is in `hung` already."""
     hung, stay = set[int]() if hung is None else hung, in_order(environments)
-    stay = stay if workers > 1 else set(range(len(environments)))
-    callable_here = [
+    calls = [
         (i, one, partial(getattr(one, method), **row))
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
         if hasattr(one, "__dict__") and hasattr(one, method)
     ]
-    chosen = [each for each in callable_here if each[0] not in stay]
-    batches = list[_Threads | _Tasks]()
-    for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
-        calls = [each for each in chosen if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
-        batches.append(batch := kind([(row, call) for row, _, call in calls], workers, limit_s, hung))
-        for i, (_, one, _) in enumerate(calls):
-            vars(one)[method] = partial(_call_once, one, method, batch, i)
+    in_loop = [each for each in calls if workers == 1 or each[0] in stay]
+    others = [each for each in calls if workers > 1 and each[0] not in stay]
+    own = {id(one): (one, vars(one).get(method)) for _, one, _ in calls}  # a method may be the object's own attribute
+    batches = _hide_apart(method, others, workers=workers, limit_s=limit_s, hung=hung)
     if limit_s is not None:
-        kept = [each for each in callable_here if each[0] in stay]
-        chosen += kept
-        for one in {id(one): one for _, one, _ in kept}.values():
-            own = deque(row for row, other, _ in kept if other is one)  # TRL asks for them in this order
-            vars(one)[method] = _limited(getattr(one, method), own, limit_s, hung)
+        _hide_in_loop(method, in_loop, limit_s=limit_s, hung=hung)
     try:
         yield
     finally:
-        for _, one, _ in chosen:
-            vars(one).pop(method, None)
+        for one, attribute in own.values():
+            _show(one, method, attribute)
         for batch in batches:
             batch.end()
 
 
-def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
-    vars(environment).pop(method, None)
+def _hide_apart(
+    method: str, calls: Sequence[Call], *, workers: int, limit_s: float | None, hung: set[int]
+) -> "list[_Threads | _Tasks]":
+    """Hide each method by its call in a thread; by a task of the event loop, if it is async."""
+    batches = list[_Threads | _Tasks]()
+    for kind in (_Threads, _Tasks):
+        some = [each for each in calls if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
+        batches.append(batch := kind([(row, call) for row, _, call in some], workers, limit_s, hung))
+        for i, (_, one, _) in enumerate(some):
+            vars(one)[method] = partial(_call_once, one, method, vars(one).get(method), batch, i)
+    return batches
+
+
+def _hide_in_loop(method: str, calls: Sequence[Call], *, limit_s: float, hung: set[int]) -> None:
+    """Hide each method by itself with a limit."""
+    for one in {id(one): one for _, one, _ in calls}.values():
+        rows = deque(row for row, other, _ in calls if other is one)  # TRL asks for them in this order
+        vars(one)[method] = _limited(getattr(one, method), rows, limit_s, hung)
+
+
+def _show(one: Any, method: str, attribute: Any) -> None:
+    """Show a hidden method again.   attribute: the object's own of that name, or None."""
+    if attribute is None:
+        vars(one).pop(method, None)
+    else:
+        vars(one)[method] = attribute
+
+
+def _call_once(one: Any, method: str, attribute: Any, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
+    _show(one, method, attribute)
     return batch.take(i)
 
 

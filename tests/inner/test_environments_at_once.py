@@ -188,6 +188,15 @@ def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -
     assert [one.times for one in ones] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_method_that_is_an_attribute_of_the_object_stays_one(workers: int) -> None:
+    """It was gone after the first batch."""
+    ones = [SimpleNamespace(reset=lambda i=i: i) for i in range(3)]
+    for _ in range(2):
+        with methods_at_once(ones, "reset", [{}] * 3, workers, limit_s=20):
+            assert [one.reset() for one in ones] == [0, 1, 2] == [one.reset() for one in ones]
+
+
 def test_an_error_is_its_rollouts_and_the_others_have_their_results() -> None:
     ones = [One(i) for i in range(3)]
     with methods_at_once(ones, "reset", [{"bad": 1}] * 3, 4):
