@@ -385,9 +385,9 @@ def test_arguments_that_are_no_text_are_the_tools_error_and_do_not_end_the_repli
     for wrong in (5, None, ["print(1)"], {"a": 1}):
         with pytest.raises(ValueError, match="string"):
             world.run_python(wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="are strings"):
+        with pytest.raises(ValueError, match="must be strings"):
             world.write_file("m.py", wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="are strings"):
+        with pytest.raises(ValueError, match="must be strings"):
             world.write_file(wrong, "x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at most 200000 characters"):
         world.run_python("#" * 200_001)

@@ -138,7 +138,7 @@ def test_all_rewards_none_ends_the_session_at_the_third_batch_in_a_row() -> None
     trainer = make(reward=[unsure, shy], reward_calls=make_reward_calls(group=8)[0])
     for _ in range(2):
         rollouts(trainer)
-    with pytest.raises(RewardFailed, match=r"3 generations in a row .* all rewards \(unsure, shy\) were None"):
+    with pytest.raises(RewardFailed, match=r"3 generations in a row .* every reward \(unsure, shy\) was None"):
         rollouts(trainer)
 
 
