@@ -11,6 +11,7 @@ import copy
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,12 @@ WAITS = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of its tests, slow ones too
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves the slow ones out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = Counter(item.nodeid.partition("::")[0] for item in items)
     for item in items:
         if item.name in WAITS:
             item.add_marker(pytest.mark.slow)
