@@ -127,7 +127,9 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     with path.open(encoding=ENCODING, newline="") as lines:
         reader = csv.DictReader(lines, restkey=BEYOND)
-        reader.fieldnames = [column or f"{UNNAMED}{i}" for i, column in enumerate(reader.fieldnames or (), 1)]
+        names = list(reader.fieldnames or ())
+        first = names.index("") if "" in names else -1  # it keeps its name: inner.data.columns may rename it
+        reader.fieldnames = [column or ("" if i == first else f"{UNNAMED}{i + 1}") for i, column in enumerate(names)]
         if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
             raise InnerError(
                 f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
@@ -143,12 +145,12 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
 
 
 def _without_unnamed(name: str, where: str, row: Row) -> Row:
-    """Return the row without columns that the header does not name: empty ones, and the index that pandas writes."""
+    """Return the row without its second and further columns without a name, if they are empty or count the rows."""
     unnamed = [column for column in row if column.startswith(UNNAMED)]
-    if full := [column for column in unnamed if column != f"{UNNAMED}1" and str(row[column]).strip()]:
+    if full := [column for column in unnamed if row[column].strip() and not row[column].isdigit()]:
         raise InnerError(
-            f"{name}, {where} has the field {str(row[full[0]])[:40]!r} in column {full[0][1:]}, which the header "
-            "does not name. Name the column in the header, or take it out."
+            f"{name}, {where} has the field {row[full[0]][:40]!r} in column {full[0][1:]}, which the header does not "
+            "name. Name the column in the header, or take it out."
         )
     return {column: value for column, value in row.items() if column not in unnamed}
 
@@ -221,10 +223,11 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _blank(row: Row) -> str | None:
-    """Return the row's prompt if it is a text, or messages of texts, without a character that is seen; else None."""
+    """Return the row's prompt if it is a text without a character that is seen; else None.
+
+    A chat without words is none: an environment's `reset` may write the prompt, and TRL has such rows itself."""
     prompt = row["prompt"]
-    texts = [prompt] if isinstance(prompt, str) else [m.get("content") if isinstance(m, dict) else m for m in prompt]
-    return prompt if all(isinstance(text, str) and not text.strip() for text in texts) else None
+    return prompt if isinstance(prompt, str) and not prompt.strip() else None
 
 
 def _check_columns(name: str, where: str, row: Row) -> None:

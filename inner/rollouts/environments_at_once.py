@@ -1,28 +1,29 @@
-"""Run one method of all environments of a batch at the same time, or each within a limit: `reset`, `get_reward`.
+"""Run one method of all environments of a batch at the same time: `reset`, `get_reward`.
 
     with methods_at_once(environments, "reset", rows, workers):
         TRL's loop: environment.reset(**row)      the first call starts all rollouts' calls; each returns its own result
 
-TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method.  With
-several workers the first call of each is made in a thread, or in a task if it is async; a repeated call (of a reward)
-reaches the method itself.  These calls stay in TRL's loop, in its thread:
+TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method for one
+call; so a repeated call (of a reward) reaches the method itself.  Plain methods run in threads, async methods in tasks.
 
-    - with one worker, so that a connection that `reset` opens can be used by tools
-    - of an environment that several rollouts share
-    - of a class with `_in_order = True`, whose rollouts depend on their order (a global random generator)
+An environment whose rollouts depend on their order (a global random generator, one connection) declares that:
+
+    class Env:
+        _in_order = True
+
+Its calls stay in TRL's loop, and so do those of an object that several rollouts share.
 
 A call without an answer after `limit_s` seconds costs its rollout: it has no observation and no reward, its tools fail,
-and the next batch gets a new object in its place.  In TRL's loop it is interrupted (inner/usercode/deadline.py); in a
-thread it is left behind, and another call begins instead.  inner.rewards.timeout_s does not count these calls.
+and the next batch gets a new object in its place.  Another call begins instead.
 
-Calls that have not begun at the end of the `with` are dropped: the next batch resets the same environments.  Not
-promised: a limit, or a gain, for classes with __slots__; a limit in C code that no signal interrupts.
+Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
+environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
 """
 
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -34,9 +35,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inner.usercode.deadline import TimedOut, call_within
-
-Call = tuple[int, Any, partial[Any]]  # number of the rollout, its environment, the method with its arguments
 Calls = Sequence[tuple[int, Callable[[], Any]]]  # each with the number of its rollout
 
 
@@ -73,17 +71,7 @@ def environments_at_once(
         environments = drawn_environments(trainer, rows)
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     limits = {"workers": trainer.tool_workers, "limit_s": trainer.environment_limit_s, "hung": trainer.hung}
-    if trainer.environment_limit_s is not None:
-        _count_no_batches(trainer)
     return methods_at_once(environments, method, given, **limits)
-
-
-def _count_no_batches(trainer: Any) -> None:
-    """Take the limit of whole batches from TRL's own reward, `get_reward`: each of its calls has one."""
-    for reward in trainer.reward_funcs:
-        function: Any = getattr(reward, "__wrapped__", None)
-        if getattr(function, "__module__", "") == "trl.trainer.grpo_trainer":
-            function.limit_s = 0.0
 
 
 def _replace_hung(trainer: Any) -> None:
@@ -120,91 +108,30 @@ def methods_at_once(
 
     limit_s: seconds that one call may take; None: no limit.   hung: gets the rollouts whose call took longer. Such a
     call returns None, and so does a call of a rollout that is in `hung` already."""
-    hung, stay = set[int]() if hung is None else hung, in_order(environments)
-    calls = [
+    stay, hung = in_order(environments), set[int]() if hung is None else hung
+    chosen = [
         (i, one, partial(getattr(one, method), **row))
         for i, (one, row) in enumerate(zip(environments, rows, strict=True))
-        if hasattr(one, "__dict__") and hasattr(one, method)
+        if i not in stay and hasattr(one, "__dict__") and hasattr(one, method)
     ]
-    in_loop = [each for each in calls if workers == 1 or each[0] in stay]
-    others = [each for each in calls if workers > 1 and each[0] not in stay]
-    own = {id(one): (one, vars(one).get(method)) for _, one, _ in calls}  # a method may be the object's own attribute
-    batches = _hide_apart(method, others, workers=workers, limit_s=limit_s, hung=hung)
-    if limit_s is not None:
-        _hide_in_loop(method, in_loop, limit_s=limit_s, hung=hung)
+    batches = list[_Threads | _Tasks]()
+    for kind in (_Threads, _Tasks):  # async methods are called in the event loop, plain methods in threads
+        calls = [each for each in chosen if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
+        batches.append(batch := kind([(row, call) for row, _, call in calls], workers, limit_s, hung))
+        for i, (_, one, _) in enumerate(calls):
+            vars(one)[method] = partial(_call_once, one, method, batch, i)
     try:
         yield
     finally:
-        for one, attribute in own.values():
-            _show(one, method, attribute)
+        for _, one, _ in chosen:
+            vars(one).pop(method, None)
         for batch in batches:
             batch.end()
 
 
-def _hide_apart(
-    method: str, calls: Sequence[Call], *, workers: int, limit_s: float | None, hung: set[int]
-) -> "list[_Threads | _Tasks]":
-    """Hide each method by its call in a thread; by a task of the event loop, if it is async."""
-    batches = list[_Threads | _Tasks]()
-    for kind in (_Threads, _Tasks):
-        some = [each for each in calls if iscoroutinefunction(each[2].func) == (kind is _Tasks)]
-        batches.append(batch := kind([(row, call) for row, _, call in some], workers, limit_s, hung))
-        for i, (_, one, _) in enumerate(some):
-            vars(one)[method] = partial(_call_once, one, method, vars(one).get(method), batch, i)
-    return batches
-
-
-def _hide_in_loop(method: str, calls: Sequence[Call], *, limit_s: float, hung: set[int]) -> None:
-    """Hide each method by itself with a limit."""
-    for one in {id(one): one for _, one, _ in calls}.values():
-        rows = deque(row for row, other, _ in calls if other is one)  # TRL asks for them in this order
-        vars(one)[method] = _limited(getattr(one, method), rows, limit_s, hung)
-
-
-def _show(one: Any, method: str, attribute: Any) -> None:
-    """Show a hidden method again.   attribute: the object's own of that name, or None."""
-    if attribute is None:
-        vars(one).pop(method, None)
-    else:
-        vars(one)[method] = attribute
-
-
-def _call_once(one: Any, method: str, attribute: Any, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
-    _show(one, method, attribute)
+def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int, **_: Any) -> Any:
+    vars(environment).pop(method, None)
     return batch.take(i)
-
-
-def _limited(function: Callable[..., Any], rows: deque[int], limit_s: float, hung: set[int]) -> Callable[..., Any]:
-    """Return the function with a limit for each call; a call that takes longer returns None.   rows: its rollouts."""
-
-    def sync(**given: Any) -> Any:
-        row = rows[0]
-        rows.rotate(-1)
-        try:
-            return None if row in hung else call_within(limit_s, lambda: function(**given))
-        except TimedOut:
-            hung.add(row)
-
-    async def later(**given: Any) -> Any:
-        row = rows[0]
-        rows.rotate(-1)
-        return None if row in hung else await _answer_within(limit_s, function(**given), row, hung)
-
-    return later if iscoroutinefunction(function) else sync
-
-
-async def _answer_within(limit_s: float | None, call: Coroutine[Any, Any, Any], row: int, hung: set[int]) -> Any:
-    task = asyncio.ensure_future(call)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=limit_s)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if done:
-        return task.result()
-    task.cancel()  # it may ignore that, so it is not awaited
-    hung.add(row)
-    return None
 
 
 class _Threads:
@@ -279,7 +206,17 @@ class _Tasks:
         if row in self._hung:
             return None
         async with places:
-            return await _answer_within(self._limit_s, call(), row, self._hung)
+            task = asyncio.ensure_future(call())
+            try:
+                done, _ = await asyncio.wait({task}, timeout=self._limit_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if done:
+                return task.result()
+            task.cancel()  # it may ignore that, so it is not awaited
+            self._hung.add(row)
+            return None
 
     def end(self) -> None:
         """Cancel the calls that have not ended, all in one step of the event loop, so that no waiting call begins."""

@@ -263,11 +263,12 @@ def _always(column: list[float]) -> Callable[..., list[float | None]]:
 @contextmanager
 def _without_resets(environments: Sequence[Any]) -> Iterator[None]:
     """Make `reset` do nothing inside a `with`: the recorded prompts have its observations."""
-    quiet = [one for one in environments if hasattr(one, "__dict__")]
-    for one in quiet:
+    quiet = [(one, vars(one).get("reset")) for one in environments if hasattr(one, "__dict__")]
+    for one, _ in quiet:
         vars(one)["reset"] = lambda **_: None
     try:
         yield
     finally:
-        for one in quiet:
+        for one, own in quiet:
             vars(one).pop("reset", None)
+            vars(one).update({} if own is None else {"reset": own})

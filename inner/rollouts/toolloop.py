@@ -128,7 +128,7 @@ class LeanToolLoop(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         with self.turn(False), self.turn(True), self._environments_at_once("get_reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.environment_factories is not None and self.environment_limit_s is not None:
+        if self.environment_factories is not None and self.environment_limit_s is not None and self.replayed is None:
             from inner.rollouts.environments_at_once import forget_hung
 
             forget_hung(self, rewards, len(prompts))

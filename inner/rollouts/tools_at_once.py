@@ -7,11 +7,8 @@ TRL's loop calls tools rollout by rollout.  Here the first call of a turn starts
 later call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
 rollout stay in their order, because they share an environment.  Rollouts begin in the loop's order.
 
-With one worker, and for environments whose rollouts depend on their order, the calls stay in TRL's loop and thread.
-
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
-because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead, and a call
-in TRL's loop is interrupted (inner/usercode/deadline.py).
+because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead.
 A tool that calls sys.exit() has made an error, in the serial loop, too.
 
 Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
@@ -29,7 +26,6 @@ from inspect import iscoroutinefunction
 from typing import Any
 
 from inner.rollouts.environments_at_once import in_order
-from inner.usercode.deadline import TimedOut, call_within
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
@@ -52,9 +48,7 @@ def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> Non
         workers=trainer.tool_workers,
         limit_s=trainer.tool_limit_s,
         loop=getattr(trainer, "async_loop", None),  # TRL makes one if there are async tools
-        in_order=in_order(trainer.environments or ())
-        if trainer.tool_workers > 1
-        else frozenset(range(len(completions))),
+        in_order=in_order(trainer.environments or ()),
         hung=trainer.hung,
     )
     trainer._sync_tool_dicts, trainer._async_tool_dicts = together.tools(), together.tools(asynchronous=True)
@@ -95,36 +89,12 @@ class ToolsAtOnce:
         """Return the rollouts' tools for TRL's loop: each waits for its result.   asynchronous: the async tools."""
         return [
             {
-                name: self._in_loop(tool, row) if row in self._in_order else self._instead_of(tool, row)
+                name: tool if row in self._in_order else self._instead_of(tool, row)
                 for name, tool in of_row.items()
                 if iscoroutinefunction(tool) == asynchronous
             }
             for row, of_row in enumerate(self._tools)
         ]
-
-    def _in_loop(self, tool: Callable[..., Any], row: int) -> Callable[..., Any]:
-        """Return the tool with a limit for each call, in the thread that calls it."""
-        if self._limit_s is None and row not in self._hanging:
-            return tool
-        limit_s = self._limit_s or 0.0
-
-        def sync(**arguments: Any) -> Any:
-            self._refuse_hanging(row)
-            try:
-                return call_within(limit_s, lambda: tool(**arguments))
-            except TimedOut:
-                self._hanging.add(row)
-                raise TimeoutError(_too_late(limit_s)) from None
-
-        async def later(**arguments: Any) -> Any:
-            self._refuse_hanging(row)
-            return await _within(self._limit_s, _Call(tool, arguments))
-
-        return later if iscoroutinefunction(tool) else sync
-
-    def _refuse_hanging(self, row: int) -> None:
-        if row in self._hanging:
-            raise TimeoutError(_STILL)
 
     def _instead_of(self, tool: Callable[..., Any], row: int) -> Callable[..., Any]:
         if iscoroutinefunction(tool):
@@ -134,7 +104,8 @@ class ToolsAtOnce:
     def _next_call(self, row: int) -> "_Call":
         if self._begun.get(row) != len(self._completions[row]):
             self._start_turn()
-        self._refuse_hanging(row)
+        if row in self._hanging:
+            raise TimeoutError(_STILL)
         return self._results[row].pop(0)
 
     def _result(self, row: int, call: "_Call") -> Any:

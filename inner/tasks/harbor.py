@@ -108,9 +108,12 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
+    tests = _pack(folder / "tests", "/tests", folder / "tests")
+    if f"/{TEST}" not in tests:
+        raise InnerError(f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/. Copy it there.")
     return HarborTask(
-        name=folder.name, instruction=instruction, image=image, folder=work, files=files,
-        tests=_pack(folder / "tests", "/tests"), agent_s=_seconds(told, "agent", folder),
+        name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
+        agent_s=_seconds(told, "agent", folder),
         verifier_s=_seconds(told, "verifier", folder),
     )  # fmt: skip
 
@@ -133,7 +136,8 @@ def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
     work, files = "/app", dict[str, str]()
     for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
-        plain = not any(word.startswith(("-", "'", '"')) or set("$\\[") & set(word) or "**" in word for word in words)
+        odd = ("$", "\\", "**", "[!")  # a shell's, or of another meaning in Go's patterns than in Python's
+        plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in words)
         match [word.upper() for word in words[:1]], words[1:]:
             case (([] | ["FROM"]), _):
                 continue
@@ -162,26 +166,27 @@ def _copied(folder: Path, sources: list[str], target: str, work: str, files: dic
     is_folder |= any(path.startswith(f"{to}/") for path in files)
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
-        if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
-            raise InnerError(f"{folder}/Dockerfile copies {path}, which is a link or outside its folder. Copy a file.")
-        copied |= _pack(path, f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/"))
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
+        inside = f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/")
+        copied |= _pack(path, inside, folder)
     return copied
 
 
 def _named(folder: Path, source: str) -> list[Path]:
     """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may mean several."""
     inside = posixpath.normpath(source.lstrip("/") or ".")
-    found = sorted(folder.glob(inside)) if set("*?[") & set(inside) else []
+    pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
+    found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []
     return found or [folder / inside]
 
 
-def _pack(source: Path, target: str) -> dict[str, str]:
-    """Return path in the box -> base64.   source: a file or a folder.   A link to a file in it becomes that file."""
-    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file() or p.is_symlink())
-    inside = [p.is_file() and p.resolve().is_relative_to(source.resolve()) for p in paths if p.is_symlink()]
-    if not all(inside):
-        link = [p for p in paths if p.is_symlink()][inside.index(False)]
-        raise InnerError(f"{link} is a link to a folder, or out of {source}; a box gets files alone. Copy it there.")
+def _pack(source: Path, target: str, root: Path) -> dict[str, str]:
+    """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
+
+    A link to a file below `root` becomes that file; other links are left out, as they lead nowhere in a box."""
+    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    paths = [p for p in paths if p.resolve().is_relative_to(root.resolve())]
     if not paths or sum(p.stat().st_size for p in paths) > MOST_BYTES:
         raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
     names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]

@@ -8,6 +8,7 @@ Not promised: that the parts fit together (inner/usercode/check.py tries them).
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from inner.data.prompts import load_prompts, local_file
@@ -33,13 +34,21 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
         turn = Turns(file, f"{file.name}:{spelling.rpartition(':')[2]} (or a reward beside it)").turn
         make = partial(_make_in, turn, environment)
         told = getattr(load_module("environment", spelling, files), "hint", None)
-        hint = keep_apart(told, file) if callable(told) else told
+        hint = _hint_apart(told, file) if callable(told) else told
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     process = _load_process(config.process, files) if config.process is not None else None
     return {
         "rows": rows, "rewards": rewards, "environment": environment, "hint": hint, "pairs": pairs, "process": process,
         "turn": turn, "make": make,
     }  # fmt: skip
+
+
+def _hint_apart(told: Any, file: Path) -> Any:
+    """Return the hint, apart from training; also its `prepare`, which asks for a batch at once (llm_hints.py)."""
+    hint = keep_apart(told, file)
+    if callable(prepare := getattr(told, "prepare", None)):
+        hint.prepare = keep_apart(prepare, file)
+    return hint
 
 
 def _make_in(turn: Any, environment: Any) -> Any:

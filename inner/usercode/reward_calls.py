@@ -180,7 +180,7 @@ class RewardCalls:
         call = _Call(reward, columns, step)
         try:
             return call.read_answer(
-                call_within(self._limit_of(reward), call.call_now, lambda waited: self._note_waiting(reward, waited))
+                call_within(self.timeout_s, call.call_now, lambda waited: self._note_waiting(reward, waited))
             )
         except (Exception, SystemExit) as error:  # a reward's sys.exit() must not end the replica
             return Failure(error)
@@ -190,27 +190,23 @@ class RewardCalls:
             self._note_failure(step, columns)
             return await asyncio.to_thread(self.host.pause, step.pause_s) if step.pause_s else None
         call = _Call(reward, columns, step)
-        first = remind_after(limit_s := self._limit_of(reward))
+        first = remind_after(self.timeout_s)
         reminder = asyncio.get_running_loop().call_later(first, self._note_waiting, reward, first)
-        limit = asyncio.timeout(limit_s or None)
+        limit = asyncio.timeout(self.timeout_s or None)
         try:
             async with limit:
                 return call.read_answer(await call.call_reward())
         except TimeoutError as error:
-            return Failure(TimedOut(f"no answer within {limit_s:g} s") if limit.expired() else error)
+            return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
         except (Exception, SystemExit) as error:
             return Failure(error)
         finally:
             reminder.cancel()
 
-    def _limit_of(self, reward: Any) -> float:
-        return getattr(reward, "limit_s", self.timeout_s)  # an environment's calls have their own limit, one each
-
     # notes and events
 
     def _note_waiting(self, reward: Any, waited: float) -> None:
-        limit_s = self._limit_of(reward)
-        until = f"; interrupted after {limit_s:g} s (inner.rewards.timeout_s)" if limit_s else ""
+        until = f"; interrupted after {self.timeout_s:g} s (inner.rewards.timeout_s)" if self.timeout_s else ""
         self._send_note(f"waits for the reward {reward_name(reward)}, {waited:.0f} s so far{until}")
 
     def _note_failure(self, step: Again, columns: Mapping[str, Any]) -> None:

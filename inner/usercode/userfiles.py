@@ -203,7 +203,7 @@ def load_environment(config: InnerConfig, files: Files) -> type | None:
     found = load_object("environment", spelling, files)
     path = local_file("environment", spelling, files)
     try:
-        with apart(path, path.name, draws=True):
+        with apart(path, path.name):
             instance = found()
     except Exception as error:
         raise InnerError(f"environment {spelling} cannot be built.\n{user_lines(error, path)}") from error

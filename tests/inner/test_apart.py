@@ -336,3 +336,16 @@ def test_a_hint_of_any_kind_runs_apart(tmp_path: Path, line: str) -> None:
     assert hint("x") == "x"
     assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
     assert any("env.py" in note for note in take_notes())
+
+
+def test_a_hint_that_asks_for_a_batch_at_once_goes_on_to(tmp_path: Path) -> None:
+    """An LLM's hints were asked one by one."""
+    (tmp_path / "env.py").write_text(
+        f"import torch\n{SEEDING}\nclass Hint:\n    def __call__(self, row, error):\n        return 'one'\n"
+        "    def prepare(self, asked):\n        torch.manual_seed(11)\n        self.asked = asked\nhint = Hint()\n"
+    )
+    config = InnerConfig(model="toolworld", sampling={"environment": "env.py:Env"})
+    hint = load_files(config, {"environment": tmp_path / "env.py"}, models=True)["hint"]
+    before = torch.get_rng_state()
+    hint.prepare(["a", "b"])
+    assert torch.equal(torch.get_rng_state(), before) and hint({}, "x") == "one"

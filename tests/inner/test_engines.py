@@ -19,7 +19,7 @@ import torch
 from inner.errors import InnerError
 from inner.extras.engines.choose import use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
-from inner.extras.engines.mlx import MlxEngine, rotary_settings
+from inner.extras.engines.mlx import MlxEngine, rotary_settings, window_of
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
 from inner.extras.engines.server import AdapterServer
 from inner.rollouts.acting import Sampler
@@ -389,22 +389,42 @@ def test_without_mlx_the_next_step_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         MlxEngine("no/folder", a_loop().model.peft_config["default"])
 
 
+NEOX = {"rotary_emb_base": 1e5, "rotary_pct": 1.0}
+
+
 @pytest.mark.parametrize(
     ("config", "told"),
     [
         ({}, {}),
         ({"rope_theta": 5e5}, {}),
-        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, {}),
-        ({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, {"rope_theta": 1e5}),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, {}),
+        ({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}, {"rope_theta": 1e5, **NEOX}),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e5}}, NEOX),
+        (
+            {"rope_parameters": {"rope_theta": 1e5, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 1e5, "partial_rotary_factor": 0.5, "rotary_emb_base": 1e5, "rotary_pct": 0.5},
+        ),
         (
             {"rope_parameters": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
-            {"rope_theta": 1e5, "rope_scaling": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
+            {"rope_theta": 1e5, **NEOX, "rope_scaling": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
         ),
     ],
 )
-def test_mlx_is_told_the_theta_that_transformers_5_writes_under_another_name(
+def test_mlx_is_told_the_rotary_settings_that_transformers_5_writes_under_another_name(
     tmp_path: Path, config: Any, told: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert rotary_settings(tmp_path) == told
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, math.inf),
+        ({"sliding_window": None}, math.inf),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": 4096, "use_sliding_window": False}, math.inf),
+    ],
+)
+def test_a_sliding_window_bounds_what_mlx_may_sample(config: Any, window: float) -> None:
+    assert window_of(config) == window

@@ -147,15 +147,14 @@ def test_async_calls_wait_for_each_other_and_again_reaches_the_method() -> None:
 
 def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None:
     """A reward that hangs, and a limit that ends the batch. The next one resets the environments."""
-    begun, release = threading.Barrier(3), threading.Event()
-    waits = lambda: (begun.wait(PATIENCE_S), release.wait(PATIENCE_S))  # noqa: E731
-    ones = [One(0, waits), One(1, waits), One(2), One(3)]
+    begun, release = threading.Event(), threading.Event()
+    ones = [One(0, lambda: (begun.set(), release.wait(PATIENCE_S))), One(1), One(2)]
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 4, 2):  # as deadline.py interrupts
+    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 3, 1):  # as deadline.py interrupts
         waiting = threading.Thread(target=ones[0].reset)
         waiting.start()
-        begun.wait(PATIENCE_S)
-        late = ones[2].reset
+        assert begun.wait(PATIENCE_S)
+        late = ones[1].reset
         raise KeyboardInterrupt
     with pytest.raises(TimeoutError, match="the batch was over"):
         late()
@@ -163,7 +162,7 @@ def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None
     waiting.join(PATIENCE_S)
     while threading.active_count() > before:
         pass
-    assert [one.times for one in ones] == [1, 1, 0, 0]
+    assert [one.times for one in ones] == [1, 0, 0]
 
 
 def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -> None:
@@ -174,27 +173,18 @@ def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -
     async def nothing() -> None: ...
 
     begun = threading.Event()
-    ones = [One(0, wait), One(1, wait), One(2, nothing)]
+    ones = [One(0, wait), One(1, nothing), One(2, nothing)]
 
     async def first() -> Any:
         return await ones[0].get_reward()
 
-    with methods_at_once(ones, "get_reward", [{}] * 3, 2):
+    with methods_at_once(ones, "get_reward", [{}] * 3, 1):
         asked = asyncio.run_coroutine_threadsafe(first(), loop)
         assert begun.wait(PATIENCE_S)
     with pytest.raises(CancelledError):
         asked.result(PATIENCE_S)
     ask(loop, nothing())
     assert [one.times for one in ones] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("workers", [1, 4])
-def test_a_method_that_is_an_attribute_of_the_object_stays_one(workers: int) -> None:
-    """It was gone after the first batch."""
-    ones = [SimpleNamespace(reset=lambda i=i: i) for i in range(3)]
-    for _ in range(2):
-        with methods_at_once(ones, "reset", [{}] * 3, workers, limit_s=20):
-            assert [one.reset() for one in ones] == [0, 1, 2] == [one.reset() for one in ones]
 
 
 def test_an_error_is_its_rollouts_and_the_others_have_their_results() -> None:
@@ -350,62 +340,6 @@ def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asynci
     loop.call_soon_threadsafe(over.set)
 
 
-def test_the_limit_counts_for_environments_in_order_and_they_keep_it() -> None:
-    """It counted only for those that may run at once."""
-    order = list[int]()
-
-    class InOrder:
-        _in_order = True
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def reset(self) -> None:
-            order.append(self.number)
-            if self.number == 1:
-                threading.Event().wait()
-
-    ones, hung = [InOrder(i) for i in range(5)], set[int]()
-    with methods_at_once(ones, "reset", [{}] * 5, 4, limit_s=0.05, hung=hung):
-        for one in ones:
-            one.reset()
-    assert order == [0, 1, 2, 3, 4] and hung == {1}
-
-
-def test_the_limit_counts_for_an_object_that_rollouts_share_and_each_call_costs_its_own_rollout() -> None:
-    class Shared:
-        calls = 0
-
-        def reset(self) -> int:
-            self.calls += 1
-            if self.calls == 2:
-                threading.Event().wait()
-            return self.calls
-
-    one, hung = Shared(), set[int]()
-    with methods_at_once([one] * 3, "reset", [{}] * 3, 4, limit_s=0.05, hung=hung):
-        assert [one.reset() for _ in range(3)] == [1, None, 3] and hung == {1}
-    assert one.reset() == 4
-
-
-def test_with_one_worker_a_limit_leaves_the_calls_in_the_trainers_thread(tmp_path: Path) -> None:
-    """Tools could not use a connection that `reset` had opened: each call was an error of its rollout."""
-    opens = WORLD_FILE.replace(
-        "        self.calls = 0\n", "        self.calls, self.db = 0, sqlite3.connect(':memory:')\n"
-    )
-    queries = opens.replace(
-        "        self.calls += 1\n", "        self.calls += self.db.execute('select 1').fetchone()[0]\n"
-    )
-    (tmp_path / "world.py").write_text("import sqlite3\n" + queries.replace("async def", "def"))
-    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
-    sampling = {"environment": "world.py:World", "environment_timeout_s": 20.0, "tool_timeout_s": 20.0}
-    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
-    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
-    loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
-    loop.train(lambda: True)
-    assert sum(one.calls for one in loop.trainer.environments) > 5
-
-
 HANGS = WORLD_FILE.replace(
     '        self.calls = 0\n        self._meet("reset")\n',
     "        self.calls, World.resets = 0, getattr(World, 'resets', 0) + 1\n"
@@ -416,45 +350,22 @@ HANGS = WORLD_FILE.replace(
 @pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_reset_that_hangs_costs_one_rollout_of_the_run(tmp_path: Path, workers: int) -> None:
     """It held the session until the watchdog ended it."""
-    one = assert_costs(tmp_path, HANGS, [2], tool_workers=workers)
-    assert one is not type(one).left
-
-
-def test_rewards_that_hang_one_after_the_other_cost_their_own_rollouts(tmp_path: Path) -> None:
-    """Their seconds added up to inner.rewards.timeout_s, which dropped the rewards of all later rollouts."""
-    hangs = WORLD_FILE.replace(
-        '        self._meet("get_reward")\n',
-        "        World.asked = getattr(World, 'asked', 0) + 1\n"
-        "        if World.asked in (3, 5, 7):\n            threading.Event().wait()\n",
-    )
-    assert_costs(tmp_path, hangs, [2, 4, 6], rewards={"timeout_s": 0.8})
-
-
-def assert_costs(folder: Path, world: str, rows: list[int], rewards: Any = None, **sampling: Any) -> Any:
-    """Train on the world of this file, whose calls hang for these rollouts of the first batch.
-
-    Return the environment of the third rollout at the end."""
-    (folder / "world.py").write_text(world)
-    (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
-    sampling |= {"environment": "world.py:World", "environment_timeout_s": 0.5}
-    config = InnerConfig(
-        model=str(small_folder()),
-        data={"prompts": "rows.jsonl"},
-        sampling=sampling,
-        rewards=rewards or {},
-        batch_size=16,
-    )
-    files = {"prompts": folder / "rows.jsonl", "environment": folder / "world.py"}
+    (tmp_path / "world.py").write_text(HANGS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
+    sampling = {"environment": "world.py:World", "tool_workers": workers, "environment_timeout_s": 0.5}
+    config = InnerConfig(model=str(small_folder()), data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=16)
+    files = {"prompts": tmp_path / "rows.jsonl", "environment": tmp_path / "world.py"}
     loop: Any = build_inner(config, small_folder(), files, Seeds(data=0, noise=0))
     seen, stops = [], iter((False, False, True))
     kept = loop.trainer._calculate_rewards
 
-    def calculate(*args: Any) -> Any:
+    def rewards(*args: Any) -> Any:
         seen.append(kept(*args).isnan().any(dim=1).tolist())
         return kept.__self__._rewards_by_function
 
-    loop.trainer._calculate_rewards = calculate
-    with pytest.warns(UserWarning, match=rf"{len(rows)} of 16 rollouts have no reward: `reset` or `get_reward`"):
+    loop.trainer._calculate_rewards = rewards
+    with pytest.warns(UserWarning, match=r"1 of 16 rollouts have no reward: `reset` or `get_reward`"):
         loop.train(lambda: next(stops))
-    assert seen[0] == [row in rows for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
-    return loop.trainer.environments[2]
+    assert seen[0] == [row == 2 for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
+    one = loop.trainer.environments[2]
+    assert one is not type(one).left

@@ -100,20 +100,32 @@ def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> N
     assert read(tmp_path / "train.csv", DataSettings()) == [{name: name for name in columns.split(",")}]
 
 
-@pytest.mark.parametrize("text", ["prompt,answer,,\nx,y,,\n", ",prompt,answer\n0,x,y\n", "prompt,answer\nx,y\n"])
-def test_columns_without_a_name_are_none(tmp_path: Path, text: str) -> None:
-    """Empty ones of a spreadsheet, and the index that pandas writes. The reward had a column named ""."""
-    (tmp_path / "train.csv").write_text(text)
-    assert read(tmp_path / "train.csv", DataSettings()) == [{"prompt": "x", "answer": "y"}]
-
-
 @pytest.mark.parametrize(
-    "prompt", ["", "  ", [], [{"role": "user", "content": " "}], [{"role": "user", "content": ""}]]
+    ("text", "first"),
+    [("prompt,answer,,\nx,y,,\n", ""), (",prompt,answer\n0,x,y\n", "0"), (",,prompt,answer\n3,4,x,y\n", "3")],
 )
+def test_the_first_column_without_a_name_keeps_it_and_others_are_none(tmp_path: Path, text: str, first: str) -> None:
+    """Empty ones of a spreadsheet, and the index that pandas writes."""
+    (tmp_path / "train.csv").write_text(text)
+    assert read(tmp_path / "train.csv", DataSettings()) == [{"": first, "prompt": "x", "answer": "y"}]
+
+
+def test_a_column_without_a_name_can_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(",prompt\n4,2+2\n")
+    assert read(tmp_path / "train.csv", DataSettings(columns={"": "answer"})) == [{"answer": "4", "prompt": "2+2"}]
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", []])
 def test_a_prompt_without_a_word_is_refused(tmp_path: Path, prompt: Any) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": prompt}))
     with pytest.raises(InnerError, match="the prompt of line 1 is empty"):
         read(tmp_path / "train.jsonl", DataSettings())
+
+
+def test_a_chat_without_a_word_is_a_row_whose_environment_writes_the_prompt(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": ""}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    assert read(tmp_path / "train.jsonl", DataSettings()) == [row]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -133,8 +145,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"row 1 has 1 fields more than the header\. Put quotes"),
-        ("a.csv", b"prompt,answer,,\nx,y,z,w\n", "row 1 has the field 'z' in column 3, which the header does not name"),
-        ("a.csv", b"prompt,\nx,y\n", "row 1 has the field 'y' in column 2, which the header does not name"),
+        ("a.csv", b"prompt,answer,,\nx,y,z,w\n", "row 1 has the field 'w' in column 4, which the header does not name"),
         ("a.csv", b"prompt,answer\n1,2\nWhat is 2+2?\n", r"row 2 has fewer fields than the header\. Complete it"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "y", "answer": "z"}', "line 2: column answer is not in every row"),
     ],

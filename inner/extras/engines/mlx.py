@@ -8,7 +8,7 @@ The model is the run's start model as a folder of transformers, or converted by 
 those of the weights that sampled.  With 8 bits a replica believes them; with 4 it doubts them (docs/weights.md).
 
 Not promised: layers that MLX names in another way than transformers (experts of a mixture); models whose caches are
-not keys and values of all tokens (sliding windows, state spaces).  Both are refused by name.
+not keys and values of all tokens (state spaces); more tokens than a sliding window.  All are refused by name.
 """
 
 import json
@@ -34,7 +34,8 @@ class MlxEngine:
     def __init__(self, address: str, config: Any) -> None:
         self._mx = _mlx("mlx.core")
         self._address = address
-        self._model = _load_model(address, config.revision if address == config.base_model_name_or_path else None)
+        self._model, told = _load_model(address, config.revision if address == config.base_model_name_or_path else None)
+        self._window = window_of(told)
         self._r, self._scale = config.r, config.lora_alpha / config.r
         if strange := {type(one).__name__ for one in self._new_cache()} - {"KVCache"}:
             raise InnerError(
@@ -72,6 +73,12 @@ class MlxEngine:
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         """Return n completions, drawn side by side; a row leaves the batch when it ends."""
+        if len(prompt) + settings.most > self._window:
+            raise InnerError(
+                f"{self._address} has a sliding window of {self._window} tokens, which MLX may not have. A prompt of "
+                f"{len(prompt)} tokens and {settings.most} of its completion would be longer. Leave --engine out, or "
+                "set a smaller inner.sampling.max_completion_length"
+            )
         mx, cache = self._mx, self._read(prompt[:-1])
         ids, logprobs = [list[int]() for _ in range(n)], [list[float]() for _ in range(n)]
         rows, last, key = list(range(n)), [prompt[-1]] * n, mx.random.key(settings.seed)
@@ -112,8 +119,8 @@ def _keep(cache: list[Any], rows: Any) -> None:
             one.keys, one.values = one.keys[rows], one.values[rows]
 
 
-def _load_model(address: str, revision: str | None) -> Any:
-    """Return MLX's model of a folder, or of a name on the Hub at a commit (None: its newest)."""
+def _load_model(address: str, revision: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return MLX's model of a folder, or of a name on the Hub at a commit (None: its newest), and its config.json."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -123,7 +130,7 @@ def _load_model(address: str, revision: str | None) -> Any:
         if not folder.is_dir():
             wanted = ["*.json", "model*.safetensors"]
             folder = Path(snapshot_download(address, revision=revision, allow_patterns=wanted))
-        return load(folder, model_config=rotary_settings(folder))[0]
+        return load(folder, model_config=rotary_settings(folder))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, HfHubHTTPError, HFValidationError) as error:
         raise InnerError(
             f"MLX cannot load {address}: {str(error) or type(error).__name__}. Give a folder or a name on the Hub with "
@@ -134,14 +141,23 @@ def _load_model(address: str, revision: str | None) -> Any:
 def rotary_settings(folder: Path) -> dict[str, Any]:
     """Return the rotary settings of a config.json by their older names, which most of MLX's models read.
 
-    transformers 5 writes `rope_parameters`; without its theta, MLX would take 10,000 and say nothing.
+    transformers 5 writes `rope_parameters`; without them, MLX would take defaults (theta 10,000) and say nothing.
     """
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
-    if "rope_theta" in config or "rope_theta" not in rope:
+    if "rope_theta" not in rope:
         return {}
-    scaling = {} if rope.get("rope_type", "default") == "default" else {"rope_scaling": rope}
-    return {"rope_theta": rope["rope_theta"], **scaling}
+    found = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    found |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}  # GPT-NeoX's
+    if rope.get("rope_type", "default") != "default":
+        found["rope_scaling"] = rope
+    return {name: value for name, value in found.items() if config.get(name) is None}
+
+
+def window_of(config: dict[str, Any]) -> float:
+    """Return the tokens that every layer can look back to: a sliding window, which MLX's models do not all have."""
+    slides = config.get("use_sliding_window", True) and config.get("sliding_window")
+    return config["sliding_window"] if slides else float("inf")
 
 
 def _mlx(module: str) -> Any:
