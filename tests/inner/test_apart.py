@@ -292,7 +292,7 @@ def test_an_environment_that_seeds_everything_does_not_reach_the_training(tmp_pa
     assert torch.get_default_dtype() == torch.float32
     of_load, of_turns = take_notes()
     assert "env.py calls torch.manual_seed, torch.set_default_dtype" in of_load
-    assert "env.py:Env (or a reward beside it) calls torch.set_default_dtype" in of_turns
+    assert "env.py:Env (or a reward beside it) calls torch.manual_seed" in of_turns
 
 
 def generations(folder: Path, environment: str, workers: int) -> list[Any]:
