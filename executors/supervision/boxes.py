@@ -32,7 +32,7 @@ class Swept:
 def sweep_boxes(run: Run) -> Swept:
     """Stop the boxes of a run whose config names a provider."""
     provider = str(run.config.inner.sampling.boxes)
-    command = [sys.executable, "-m", MODULE, provider, run.record.nonce]
+    command = [sys.executable, "-P", "-m", MODULE, provider, run.record.nonce]
     found = _ask(command)
     if found.get("left") == 0:
         where = " on this machine" if provider == "local" else f" on {provider}"
