@@ -40,7 +40,7 @@ def sweep_boxes(run: Run) -> Swept:
         elsewhere = ". Boxes that options of your environment file put elsewhere were not looked for" if own else ""
         return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped{elsewhere}")
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
-    return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`, or look at {provider}'s console")
+    return Swept(False, f"{words}. Try again: `python {' '.join(command[2:])}`, or look at {provider}'s console")
 
 
 def _ask(command: list[str]) -> dict[str, Any]:
