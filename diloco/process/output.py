@@ -40,7 +40,7 @@ class _LossyFile(io.FileIO):
 
 
 class PlainOutput:
-    """A stream that removes terminal escapes from text, and whose errors name it.   raw: for the program's own escapes."""
+    """A stream without terminal escapes in its text; its errors name it.   raw: for the program's own escapes."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -63,7 +63,7 @@ class PlainOutput:
 
 
 def open_streams() -> None:
-    """Open closed standard streams on /dev/null, so that no other file gets their numbers; let stdout print any text."""
+    """Open closed standard streams on /dev/null, so that no file gets their numbers; let stdout print any text."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -88,7 +88,7 @@ def raw_output(out: TextIO) -> TextIO:
 
 
 def survive_lost_output(*names: str) -> None:
-    """Make this process's prints succeed from now on, even with a full disk or a closed pipe.   names: default, both."""
+    """Make this process's prints succeed from now on, even with a full disk or a closed pipe.   names: default both."""
     for name in names or ("stdout", "stderr"):
         fd = 1 if name == "stdout" else 2
         here = getattr(sys, name)

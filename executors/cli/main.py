@@ -10,7 +10,7 @@ Not promised: stable texts for people; programs read --json.
 
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -33,6 +33,8 @@ WITH_COMMAND = ("bisect", "blame")
 
 def main(argv: list[str] | None = None) -> int:
     open_streams()
+    if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
+        os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     args = make_parser(words).parse_args(words)
     args.judge = command
@@ -109,31 +111,17 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Make the parser of all verbs; if the first of `words` is a verb, only of its kind."""
     kinds = [kind for kind, names in VERBS.items() if words and words[0] in names and words[0] not in WHOLE]
     parser = Parser(prog="diloco", formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True, help=SUPPRESS, prog="diloco")
     for kind in kinds or VERBS:
         import_module(f"executors.cli.{kind}.verbs").add_verbs(verbs)
     parser.usage = "diloco VERB …        `diloco VERB --help` says what one verb takes"
     if not kinds:
-        from executors.cli.overview import EXIT_CODES, verbs_in_groups
+        from executors.cli.overview import EXIT_CODES, Version, verbs_in_groups
 
+        parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
         parser.description = verbs_in_groups({choice.dest: choice.help or "" for choice in verbs._choices_actions})
         parser.epilog = EXIT_CODES
     return parser
-
-
-class Version(Action):
-    """The action of `diloco --version`, which looks up the release only when it is used."""
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
-        try:
-            release = metadata.version("serverless-diloco")
-        except metadata.PackageNotFoundError:
-            release = "(not installed as a package)"
-        print(f"diloco {release}, Python {sys.version.split()[0]}")
-        parser.exit()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The texts of `diloco --help`: the verbs in groups, and the exit codes.  Other commands do not import this file."""
+"""The texts of `diloco --help`, and `diloco --version`.  A command with a verb does not import this file."""
 
+import sys
+from argparse import Action, ArgumentParser
 from collections.abc import Mapping
 
 SHOWN = {
@@ -36,3 +38,17 @@ def verbs_in_groups(texts: Mapping[str, str]) -> str:
         lines += ["", f"{group}:", *(f"    {name:8s} {texts[name]}" for name in names)]
     shown = {name for names in SHOWN.values() for name in names}
     return "\n".join([*lines, "", "more:", f"    {'  '.join(name for name in texts if name not in shown)}"])
+
+
+class Version(Action):
+    """The action of `diloco --version`, which looks up the release only when it is used."""
+
+    def __call__(self, parser: ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        try:
+            release = metadata.version("serverless-diloco")
+        except metadata.PackageNotFoundError:
+            release = "(not installed as a package)"
+        print(f"diloco {release}, Python {sys.version.split()[0]}")
+        parser.exit()

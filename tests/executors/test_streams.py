@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from executors.cli.main import main
+from executors.platforms.places import Place
+from executors.preflight.place_faults import proc_fault
 from tests.support.puppets import PuppetRun
 
 ROOT = Path(__file__).parents[2]
@@ -63,3 +66,19 @@ def test_a_full_output_is_named_and_the_exit_codes_stay(run: str) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (75, 1)
     assert "no space left for the output of this command (stdout)" in done.stderr
     assert say("status runs/no-such-run").returncode == say("status runs/no-such-run 2> /dev/full").returncode == 2
+
+
+def test_children_of_an_optimized_command_keep_their_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: replicas died in an import of transformers, with lines that do not name PYTHONOPTIMIZE."""
+    for given, passed_on in (("2", "1"), ("3", "1"), ("1", "1"), ("0", "0")):
+        monkeypatch.setenv("PYTHONOPTIMIZE", given)
+        with pytest.raises(SystemExit):
+            main(["--version"])
+        assert os.environ["PYTHONOPTIMIZE"] == passed_on
+
+
+def test_a_machine_without_proc_is_told_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proc_fault(Place("local", 1)) == ""
+    monkeypatch.setattr("executors.preflight.place_faults.start_ticks", lambda pid: None)
+    assert "/proc is not mounted" in proc_fault(Place("local", 1))
+    assert proc_fault(Place("modal", 1)) == ""
