@@ -157,7 +157,8 @@ def refuse_gone(run: Run, step: int) -> None:
 
 def empty_state(record: ModelRecord, outer: OuterConfig) -> OuterState:
     """Make zeros in the shapes of the run's θ and momentum, and of AutoLR's memory if lr = "auto"."""
-    thetas = [nn.Parameter(torch.zeros(size)) for size in record.fragment_sizes(outer.fragments)]
+    sizes = record.fragment_sizes(outer.fragments)
+    thetas = [nn.Parameter(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
     optimizers = [Nesterov(theta, lr=outer.lr, momentum=outer.momentum) for theta in thetas]
     return OuterState([theta.data for theta in thetas], optimizers)
 

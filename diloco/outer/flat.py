@@ -81,7 +81,7 @@ class FlatFragment(nn.Module):
             return
         if self._staging is None:  # pinned memory; a copy to fresh pageable memory took 20 times as long
             size = min(PART, max(live.numel() for live in self.live))
-            self._staging = torch.empty(size, pin_memory=p.device.type == "cuda")
+            self._staging = torch.empty(size, dtype=torch.float32, device="cpu", pin_memory=p.device.type == "cuda")
         yield from staged_parts(p, self._staging)
 
     @torch.no_grad()

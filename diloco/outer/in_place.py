@@ -33,7 +33,8 @@ class InPlaceDiLoCo(DiLoCo):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         _refuse_another_torchft()
-        room = torch.empty(max(f.original_parameters["flat"].numel() for f in self._fragments))
+        most = max(f.original_parameters["flat"].numel() for f in self._fragments)
+        room = torch.empty(most, dtype=torch.float32, device="cpu")
         for fragment in self._fragments:
             fragment.__class__ = InPlaceFragment  # torchft has no setting for this class
             fragment.lean(room)  # pyright: ignore[reportAttributeAccessIssue]

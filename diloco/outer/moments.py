@@ -59,7 +59,8 @@ def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np
     for i, p in enumerate(parameters):
         span = slice(at, at := at + p.numel())
         moments = {kind: torch.from_numpy(found[kind][span].copy()).view(p.shape).to(p) for kind in (MEAN, SQUARE)}
-        optimizer.state[p] = {STEP: torch.tensor(float(found[STEP][i]), device=_step_device(optimizer, p)), **moments}
+        step = torch.tensor(float(found[STEP][i]), dtype=torch.float32, device=_step_device(optimizer, p))
+        optimizer.state[p] = {STEP: step, **moments}
     return ""
 
 

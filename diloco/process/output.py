@@ -9,12 +9,16 @@ Without this, Python raises ENOSPC or EPIPE in `print`, keeps the text, and fail
 of the process.  So a replica or a supervisor would end because it prints.  This file drops text that cannot be
 written, without a report.
 
+A closed stream (`>&-`) becomes /dev/null, and a character that stdout's encoding lacks becomes `?`.
+
 Not promised: text that could not be written.
 """
 
 import errno
 import io
+import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from inner.printable import printable
@@ -36,16 +40,38 @@ class _LossyFile(io.FileIO):
 
 
 class PlainOutput:
-    """A stream that removes terminal escapes from text.   raw: for the program's own escapes."""
+    """A stream without terminal escapes in its text; its errors name it.   raw: for the program's own escapes."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
 
     def write(self, text: str) -> int:
-        return self.raw.write(printable(text, keep="\n\t"))
+        return self._try(self.raw.write, printable(text, keep="\n\t"))
+
+    def flush(self) -> None:
+        self._try(self.raw.flush)
+
+    def _try(self, act: Callable[..., Any], *words: str) -> Any:
+        try:
+            return act(*words)
+        except OSError as error:
+            error.filename = getattr(self.raw, "name", None)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
+
+
+def open_streams() -> None:
+    """Open closed standard streams on /dev/null, so that no file gets their numbers; let stdout print any text."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - lives as we do
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def print_plainly() -> None:
@@ -61,9 +87,10 @@ def raw_output(out: TextIO) -> TextIO:
     return out.raw if isinstance(out, PlainOutput) else out
 
 
-def survive_lost_output() -> None:
-    """Make this process's prints succeed from now on, even with a full disk or a closed pipe."""
-    for name, fd in (("stdout", 1), ("stderr", 2)):
+def survive_lost_output(*names: str) -> None:
+    """Make this process's prints succeed from now on, even with a full disk or a closed pipe.   names: default both."""
+    for name in names or ("stdout", "stderr"):
+        fd = 1 if name == "stdout" else 2
         here = getattr(sys, name)
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
             lossy = _lossy_stream(fd, raw_output(here))

@@ -9,6 +9,10 @@ BUSY = (
     "The bucket is busy or cannot be reached from here. The command itself is right: repeat it later. Running "
     "replicas wait for the bucket, too"
 )
+LOST = (
+    "no space left for the output of this command (stdout). Free some where it goes, or send it elsewhere, then the "
+    "same command"
+)
 
 
 def is_expected(error: Exception) -> bool:
@@ -35,6 +39,8 @@ def explain_error(error: Exception) -> tuple[str, int]:
 
     if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and is_full(error) and error.filename == "<stdout>":
+        return LOST, exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some space, then repeat the command", exitcodes.GAVE_UP
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

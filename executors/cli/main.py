@@ -10,12 +10,12 @@ Not promised: stable texts for people; programs read --json.
 
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter, _SubParsersAction
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from diloco.process.output import print_plainly, survive_lost_output
+from diloco.process.output import open_streams, print_plainly, survive_lost_output
 from executors.cli.answers import Answer, print_answer
 from executors.cli.opening import ask_again
 from rendezvous.clock import SystemClock
@@ -29,38 +29,17 @@ VERBS = {  # kind -> its verbs: executors/cli/KIND/verbs.py
 }
 WHOLE = ("completion",)  # verbs that need the parsers of all others
 WITH_COMMAND = ("bisect", "blame")
-SHOWN = {
-    "starting": ("init", "check", "demo", "plan", "train", "launch", "resume"),
-    "looking": ("status", "watch", "logs", "report"),
-    "changing": ("scale", "stop"),
-    "writing": ("export",),
-    "checking": ("doctor",),
-}
-EXIT_CODES = """\
-exit codes (docs/reference/operations.md says what to do):
-  0    done; for `demo`: every check held; for `stop`: no replica runs any more; for `plan`: it could be started (75:
-       the bucket, or the model that would be published from here, gave no answer)
-  1    something failed (a replica that crashes again and again, a check that does not hold)
-  2    a mistake in the command, the config, a file, or the run's URL, or a platform that cannot do it as asked
-       (credentials, GPU, price, SDK): starting again changes nothing; for `doctor`: the store cannot carry a run
-  3    another supervisor has taken over this run
-  4    ended before the last outer step, because you asked or the budget is used up; `diloco resume` continues
-  75   no progress for too long, or no answer from a platform or the bucket: repeat the command later (for a run:
-       `diloco resume` continues it)
-  130  interrupted (`diloco status` shows what goes on), or the price was declined, and nothing was started
-
-DILOCO_DEBUG=1 shows the traceback behind an error.  DILOCO_RUN_KEY, set for all participants, seals a run's
-records: what others write into its bucket does not count (docs/internals/protocol.md).
-A run is a folder (runs/demo, file:///an/absolute/path), lies in a bucket (s3://bucket/prefix, gs://…, az://…,
-hf://buckets/namespace/bucket/prefix), or on Modal itself (modal://name/prefix).  docs/operations.md says how to look
-after one."""
 
 
 def main(argv: list[str] | None = None) -> int:
+    open_streams()
+    if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
+        os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     args = make_parser(words).parse_args(words)
     args.judge = command
     print_plainly()
+    survive_lost_output("stderr")  # the exit code stays, and is what a program reads
     if args.command == "stop":
         survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
     try:
@@ -131,38 +110,18 @@ class Parser(ArgumentParser):
 def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
     """Make the parser of all verbs; if the first of `words` is a verb, only of its kind."""
     kinds = [kind for kind, names in VERBS.items() if words and words[0] in names and words[0] not in WHOLE]
-    parser = Parser(prog="diloco", epilog=EXIT_CODES, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
+    parser = Parser(prog="diloco", formatter_class=RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True, help=SUPPRESS, prog="diloco")
     for kind in kinds or VERBS:
         import_module(f"executors.cli.{kind}.verbs").add_verbs(verbs)
     parser.usage = "diloco VERB …        `diloco VERB --help` says what one verb takes"
     if not kinds:
-        parser.description = _description({choice.dest: choice.help or "" for choice in verbs._choices_actions})
+        from executors.cli.overview import EXIT_CODES, Version, verbs_in_groups
+
+        parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
+        parser.description = verbs_in_groups({choice.dest: choice.help or "" for choice in verbs._choices_actions})
+        parser.epilog = EXIT_CODES
     return parser
-
-
-def _description(texts: Mapping[str, str]) -> str:
-    """Return the verbs in groups: most with a line each, the others only by name."""
-    lines = ["Train one model on replicas that meet only in a bucket."]
-    for group, names in SHOWN.items():
-        lines += ["", f"{group}:", *(f"    {name:8s} {texts[name]}" for name in names)]
-    shown = {name for names in SHOWN.values() for name in names}
-    return "\n".join([*lines, "", "more:", f"    {'  '.join(name for name in texts if name not in shown)}"])
-
-
-class Version(Action):
-    """The action of `diloco --version`, which looks up the release only when it is used."""
-
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        from importlib import metadata
-
-        try:
-            release = metadata.version("serverless-diloco")
-        except metadata.PackageNotFoundError:
-            release = "(not installed as a package)"
-        print(f"diloco {release}, Python {sys.version.split()[0]}")
-        parser.exit()
 
 
 if __name__ == "__main__":

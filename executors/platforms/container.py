@@ -155,10 +155,11 @@ class Child:
 
     def start(self) -> None:
         request = {**self._spec.to_dict(), "files": str(self._files), "parent": os.getpid()}
+        path = os.pathsep.join(map(os.path.abspath, sys.path))
         with _signals_held():  # a signal inside Popen would leave a child whose pid we do not know
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, json.dumps(request)],
-                env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                [sys.executable, "-P", "-c", START, json.dumps(request)],
+                env={**os.environ, PLACE_ENV: self._place, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

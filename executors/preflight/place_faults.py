@@ -2,6 +2,7 @@
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
     launcher_fault  torchrun has started this command, so its replicas would count as its processes
+    proc_fault      /proc is missing, so processes of this machine cannot be told apart
     vllm_missing    [inner.vllm] in a place without vLLM or a GPU, … (needs/vllm_faults.py)
     few_bits        bitsandbytes will be missing for inner.optimizer = "adamw8bit" or inner.lora.base = "nf4"
     liger_missing   liger-kernel will be missing for inner.trl.use_liger_kernel
@@ -32,6 +33,7 @@ from executors.preflight.needs.vllm_faults import notes_about_vllm, vllm_missing
 from executors.preflight.platform_options import options_fault
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import InnerError
+from rendezvous.machine import start_ticks
 from rendezvous.stores.run_key import KEY
 
 AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -50,7 +52,7 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            devices_fault(config, place), launcher_fault(place, environ), image_fault(place),
+            devices_fault(config, place), launcher_fault(place, environ), proc_fault(place), image_fault(place),
             vllm_missing(config, place), few_bits(config, place), liger_missing(config, place),
             task_fault(config, place),
             keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
@@ -93,6 +95,15 @@ def launcher_fault(place: Place, environ: Mapping[str, str]) -> str:
     return (
         f"WORLD_SIZE = {size} is set here, as a launcher does, and replicas on {place.executor} inherit it: each would "
         "refuse to be one of several processes. Unset it, or start this command once, without torchrun"
+    )
+
+
+def proc_fault(place: Place) -> str:
+    if place.executor != "local" or start_ticks(os.getpid()) is not None:
+        return ""
+    return (
+        "/proc is not mounted here (or `ps` is missing), so this machine's processes cannot be told apart and no "
+        "replica would start. Mount it: `mount -t proc proc /proc`"
     )
 
 

@@ -32,7 +32,7 @@ class Swept:
 def sweep_boxes(run: Run) -> Swept:
     """Stop the boxes of a run whose config names a provider."""
     provider = str(run.config.inner.sampling.boxes)
-    command = [sys.executable, "-m", MODULE, provider, run.record.nonce]
+    command = [sys.executable, "-P", "-m", MODULE, provider, run.record.nonce]
     found = _ask(command)
     if found.get("left") == 0:
         where = " on this machine" if provider == "local" else f" on {provider}"
@@ -41,7 +41,7 @@ def sweep_boxes(run: Run) -> Swept:
         return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped{elsewhere}")
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
     console = "" if provider == "local" else f", or look at {provider}'s console"
-    return Swept(False, f"{words}. Try again: `python {' '.join(command[1:])}`{console}")
+    return Swept(False, f"{words}. Try again: `python {' '.join(command[2:])}`{console}")
 
 
 def _ask(command: list[str]) -> dict[str, Any]:

@@ -46,8 +46,8 @@ def make_rows(
         asked = {"spec": spec.to_json(), "known": [question_of(p) for p in known], "chat": chat, "answer": str(answer)}
         asked["folder"] = str(folder)
         done = subprocess.run(
-            [sys.executable, "-m", "inner.tasks.make"], input=json.dumps(asked), capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            [sys.executable, "-P", "-m", "inner.tasks.make"], input=json.dumps(asked), capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         )  # fmt: skip
         if not answer.is_file():
             last = "\n".join(f"  {line}" for line in done.stderr.strip().splitlines()[-4:])

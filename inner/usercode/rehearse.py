@@ -83,7 +83,7 @@ def ask_child(
         whole = {"inner": config.to_dict(), "files": copy_files(files, Path(scratch)), **asked}
         whole["answer"] = str(Path(scratch, "answer.json"))
         whole["folders"] = [str(Path(path).absolute().parent) for path in files.values()] + [os.getcwd()]
-        command = [sys.executable, "-m", module, json.dumps(whole)]
+        command = [sys.executable, "-P", "-m", module, json.dumps(whole)]
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         out = sys.stderr.fileno() if prints else subprocess.PIPE
         answer = Path(whole["answer"])

@@ -86,7 +86,7 @@ class Gate:
     def _decoded_blocks(self, body: Body, n: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
         """Yield start, stop and decoded elements of each block.  The caller may overwrite the tensor."""
         rest = bytes_of(body).numpy()
-        t = torch.empty(min(n, _BLOCK))
+        t = torch.empty(min(n, _BLOCK), dtype=torch.float32, device="cpu")
         for a in range(0, n, _BLOCK):
             b = min(a + _BLOCK, n)
             index, values, used = _read_block(rest, b - a)

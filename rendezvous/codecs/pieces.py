@@ -203,7 +203,7 @@ class Outbox:
         while len(self._on_way) > 1:
             self._finish_oldest()
         cuda = near.device.type == "cuda"
-        host = out if self._pinned else torch.empty(out.shape, dtype=torch.uint8, pin_memory=cuda)
+        host = out if self._pinned else torch.empty(out.shape, dtype=torch.uint8, device="cpu", pin_memory=cuda)
         host.copy_(near, non_blocking=True)
         self._on_way.append((torch.cuda.current_stream(near.device).record_event() if cuda else None, host, out))
 

@@ -78,11 +78,11 @@ def scratch_tensor(n: int, device: torch.device, name: str = "") -> Tensor:
     work.  On CUDA, torch's allocator reuses memory.
     """
     if device.type != "cpu" or n > SCRATCH:
-        return torch.empty(n, device=device)
+        return torch.empty(n, dtype=torch.float32, device=device)
     kept: dict[str, Tensor] = _own.__dict__
     if name not in kept:
         with torch.inference_mode(False):
-            kept[name] = torch.empty(SCRATCH)
+            kept[name] = torch.empty(SCRATCH, dtype=torch.float32, device="cpu")
     return kept[name][:n]
 
 

@@ -94,7 +94,7 @@ class TopK(RowCodec):
 
 def _gain_table(device: torch.device) -> Tensor:
     """Return the gains by age a: the sum of a constant x over a rounds / the residual's value after these rounds."""
-    a = torch.arange(_LONGEST + 1, dtype=torch.float64).clamp_(min=1)
+    a = torch.arange(_LONGEST + 1, dtype=torch.float64, device="cpu").clamp_(min=1)
     return (a * (1 - _FORGETS) / (1 - _FORGETS**a)).float().to(device)
 
 
@@ -106,7 +106,7 @@ def _largest_places(v: Tensor) -> Tensor:
     """
     key = scratch_tensor(v.numel(), v.device).view(torch.int32).view(v.shape)
     found = list[Tensor]()
-    torch.bitwise_and(v.view(torch.int32), torch.tensor(0x7FFFFFFF ^ (_CHUNK - 1), dtype=torch.int32), out=key)
+    torch.bitwise_and(v.view(torch.int32), 0x7FFFFFFF ^ (_CHUNK - 1), out=key)
     key.bitwise_or_(torch.arange(_CHUNK, dtype=torch.int32, device=v.device).view(1, _CHUNK, 1))
     for _ in range(_KEPT):
         found.append((key.amax(1, keepdim=True) & (_CHUNK - 1)).long())

@@ -178,4 +178,4 @@ def write_back(tensor: Any, mean: np.ndarray) -> None:
     import torch
 
     with torch.no_grad():
-        tensor.copy_(torch.as_tensor(mean).view(tensor.shape))
+        tensor.copy_(torch.from_numpy(mean).view(tensor.shape))  # pyright: ignore[reportUnknownMemberType]

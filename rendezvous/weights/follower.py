@@ -60,7 +60,7 @@ class FollowedWeights:
         """Yield (name, bf16 tensor in its shape), in the model's order."""
         import torch
 
-        flat = torch.as_tensor(self.bits.view(np.int16)).view(torch.bfloat16)
+        flat = torch.from_numpy(self.bits.view(np.int16)).view(torch.bfloat16)  # pyright: ignore[reportUnknownMemberType]
         for name, (at, shape) in self.parameters.items():
             if not changed_only or name in self.changed:
                 yield name, flat[at : at + prod(shape)].view(shape)

@@ -117,7 +117,7 @@ def test_log_to_is_in_run_json_where_there_is_any(tmp_path) -> None:
     assert RunConfig.from_dict(with_log.to_dict(), tmp_path).log == with_log.log
     assert with_log.mathematics() == config(tmp_path).mathematics()
     words = track_command("s3://b/mine", with_log.log)
-    assert words[3:7] == ["track", "s3://b/mine", "--to", "wandb"] and "--follow" in words and "sums" in words
+    assert words[4:8] == ["track", "s3://b/mine", "--to", "wandb"] and "--follow" in words and "sums" in words
 
 
 @pytest.mark.parametrize(

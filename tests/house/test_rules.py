@@ -3,12 +3,15 @@
 a public class name means one class · four things by position at most six · functions of at most 60 lines
 a class of at most 25 methods, but for those in LARGE, each with its reason · folders of at most 14 files
 no circle of files, also not through imports inside functions · Namespace is known in executors/cli alone, by verbs
+every tensor that rendezvous and diloco make names its dtype and its device · every Python that we start has -P
 """
 
 import ast
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
+
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
@@ -151,3 +154,33 @@ def test_an_accelerator_is_asked_for_only_if_it_is_there() -> None:
         and "check_available" not in [k.arg for k in node.keywords]
     ]  # fmt: skip
     assert not calls
+
+
+def test_tensors_of_the_rendezvous_and_of_the_outer_loop_name_dtype_and_device() -> None:
+    """A script may set torch's defaults (bfloat16, "cuda"); our fp32 vectors go to C, and to other replicas.
+
+    Exempt, because they do not read the defaults: *_like, new_*, from_numpy, frombuffer, and a tensor's own methods.
+    """
+    factories = {f.__name__ for f in _device_constructors()}
+    calls = [
+        f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if path.parts[0] in ("diloco", "rendezvous") and isinstance(node, ast.Call)
+        and ast.unparse(node.func) in {f"torch.{name}" for name in factories}
+        and not {"dtype", "device"} <= {k.arg for k in node.keywords}
+    ]  # fmt: skip
+    assert {"empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "rand"} <= factories
+    assert not calls
+
+
+def test_children_do_not_import_from_the_folder_that_they_start_in() -> None:
+    """`python -c` and `python -m` put the current folder first: a project's inner.py or token.py would be imported."""
+    commands = [
+        f"{path}:{node.lineno} {ast.unparse(node)[:80]}"
+        for path, tree in _trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.List) and len(node.elts) > 1 and ast.unparse(node.elts[0]) == "sys.executable"
+        and ast.unparse(node.elts[1]) != "'-P'"
+    ]  # fmt: skip
+    assert not commands

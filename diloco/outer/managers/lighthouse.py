@@ -71,7 +71,7 @@ class LighthouseManager:
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
         """Send w·Δ and w. The returned Work writes the weighted mean into `tensor`."""
         began = self.rounds.clock.now()
-        weight = torch.tensor([self.rounds.weigh_round()])
+        weight = torch.tensor([self.rounds.weigh_round()], dtype=torch.float32, device="cpu")
         if float(weight) != 1.0:
             tensor.mul_(weight)
         works = [self._manager.allreduce(tensor, should_quantize=should_quantize), self._manager.allreduce(weight)]

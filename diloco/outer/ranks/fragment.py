@@ -30,7 +30,7 @@ class SharedFragment(FlatFragment):
 
     def __init__(self, live: Sequence[nn.Parameter], group: Group) -> None:
         size = sum(p.numel() for p in live)
-        super().__init__(live, torch.empty(size if group.is_main else 0))
+        super().__init__(live, torch.empty(size if group.is_main else 0, dtype=torch.float32, device="cpu"))
         self._group = group
         self._written: list[float] | None = None  # the sums of the first θ that all ranks got
         refuse_offload(live)
@@ -51,7 +51,7 @@ class SharedFragment(FlatFragment):
         at = 0
         for p in self.live:
             own = flat[at : (at := at + p.numel())]
-            whole = own if self._group.is_main else torch.empty(p.numel())
+            whole = own if self._group.is_main else torch.empty(p.numel(), dtype=torch.float32, device="cpu")
             self._group.spread(whole)
             yield p, whole.view(p.shape)
 

@@ -46,7 +46,7 @@ class Group:
 
     def agree(self, *words: int) -> tuple[int, ...]:
         """Return rank 0's numbers, on every rank."""
-        told = torch.tensor(words, dtype=torch.int64)
+        told = torch.tensor(words, dtype=torch.int64, device="cpu")
         self.spread(told)
         return tuple(told.tolist())
 

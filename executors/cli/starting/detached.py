@@ -127,8 +127,8 @@ def detach(run: Run, executor: FleetExecutor) -> Detached:
 
 def _start_process(run: Run) -> Detached:
     log = make_process_folder(run.url) / "supervisor.log"
-    command = [sys.executable, "-c", START, run.url]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-P", "-c", START, run.url]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     began = log.stat().st_size if log.exists() else 0
     with appended(log) as out:
         child = subprocess.Popen(

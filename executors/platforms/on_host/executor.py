@@ -188,7 +188,7 @@ class LocalProcessExecutor(Executor):
 
     def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int] | OSError:
         env = {**os.environ, **self._env, **request["env"], "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", child.START, json.dumps(request)]
+        command = [sys.executable, "-P", "-c", child.START, json.dumps(request)]
         try:
             with appended(request["files"] + ".log") as log:
                 process = subprocess.Popen(

@@ -55,7 +55,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START],
+                [sys.executable, "-P", "-c", START],  # -P: not with a module of the current folder
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,
@@ -104,7 +104,9 @@ class ForkServer:
     def _read_messages(self, wait_s: float) -> list[dict[str, Any]]:
         """Return the complete answers to requests, and store the exit codes."""
         while select.select([self._socket], [], [], wait_s)[0]:
-            data = self._socket.recv(1 << 16)
+            data = b""
+            with suppress(OSError):
+                data = self._socket.recv(1 << 16)
             if not data:
                 raise self._gone_error(self._how_it_died())
             *lines, self._buffer = (self._buffer + data).split(b"\n")

@@ -139,7 +139,7 @@ def check_secret(name: str, run: str) -> str:
 
 def live_apps() -> list[str]:
     """Return the names of the deployed apps from `modal app list`, because the client has no list of apps."""
-    command = [sys.executable, "-m", "modal", "app", "list", "--json"]
+    command = [sys.executable, "-P", "-m", "modal", "app", "list", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
     if done.returncode:
         last = (done.stderr or done.stdout).strip()[-300:]

@@ -141,7 +141,7 @@ def _name_of(requirement: str) -> str:
 def pip_versions(name: str) -> Sequence[str] | None:
     """Return the versions of a package, newest first; [] if the index has none, None if pip gave no answer."""
     options = ["--pre", "--retries", "1", "--timeout", "5", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "index", "versions", name, *options]
+    command = [sys.executable, "-P", "-m", "pip", "index", "versions", name, *options]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):

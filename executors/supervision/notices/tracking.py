@@ -75,7 +75,7 @@ class TrackerChild:
         self.tick()
 
     def _start(self) -> None:
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         try:
             make_folder(self._file.parent)
             with appended(self._file) as out:
@@ -123,7 +123,8 @@ def track_command(url: str, log: LogConfig) -> list[str]:
     to = [word for name in log.to for word in ("--to", name)]
     project = ["--project", log.project] if log.project else []
     more = ["--follow", "--samples", str(log.samples), "--folder", log.folder, *project]
-    return [sys.executable, "-c", COMMAND, "track", url, *to, *more, "--parent", processes.process_name(os.getpid())]
+    parent = ["--parent", processes.process_name(os.getpid())]
+    return [sys.executable, "-P", "-c", COMMAND, "track", url, *to, *more, *parent]
 
 
 def _last_line(file: Path) -> str:

@@ -51,9 +51,9 @@ def encode_each(
     align = _ALIGN[name]
     width = rows.shape[1]
     result = ctypes.byref(square)
-    from_ = x.data_ptr()
-    left = 0 if e is None else e.data_ptr()
-    to = rows.data_ptr()
+    from_ = _address(x)
+    left = 0 if e is None else _address(e)
+    to = _address(rows, torch.uint8)
     for a, b in ranges:
         square.value = 0.0
         bad = run(from_ + 4 * a, left and left + 4 * a, to + a // align * width, b - a, most, result)
@@ -65,7 +65,15 @@ def add(name: str, rows: Tensor, w: float, target: Tensor, first: bool) -> bool:
 
     Return False if no encoder wrote these rows; `target` then has undefined values.
     """
-    return not _ADD[name](rows.data_ptr(), w, target.data_ptr(), first, target.numel(), _LARGEST_SCALE[name])
+    from_, to = _address(rows, torch.uint8), _address(target)
+    return not _ADD[name](from_, w, to, first, target.numel(), _LARGEST_SCALE[name])
+
+
+def _address(t: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """Return where t's memory begins.   Raise TypeError for memory that C would not read as `dtype`."""
+    if t.dtype != dtype or t.device.type != "cpu" or not t.is_contiguous():
+        raise TypeError(f"a C kernel takes contiguous {dtype} on the CPU, got {t.dtype} on {t.device}, {t.stride()}")
+    return t.data_ptr()
 
 
 def weighted_mean(
@@ -135,14 +143,14 @@ _FORMATS: dict[str, RowFormat] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()
 def _rows_match_torch(name: str, size: float) -> bool:
     """Whether the kernels' rows, residual and sum have the same bits as those of torch's operations."""
     c = _FORMATS[name]
-    x = (torch.arange(4096) * 2654435761 % 2**32 / 2**31 - 1) * size
-    rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8).view(-1, c.row_bytes)
+    x = ((torch.arange(4096, dtype=torch.int64, device="cpu") * 2654435761 % 2**32).float() / 2**31 - 1) * size
+    rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8, device="cpu").view(-1, c.row_bytes)
     e = x / 3
     total = x / 7
     rows_ = rows.clone()
     e_ = e.clone()
     total_ = total.clone()
-    t = torch.empty(4096)
+    t = torch.empty_like(x)
     square = encode(name, x, e, rows)
     exactly = float((x.double() ** 2).sum())
     fine = square is not None and (size != 1 or abs(square - exactly) <= 1e-5 * exactly)
@@ -176,7 +184,7 @@ def _mean_matches_torch(name: str, weight: float) -> bool:
 
 def _pack_by_torch(c: RowFormat, x: np.ndarray) -> np.ndarray:
     """Encode fp32 x.   Return its body, uint8."""
-    body = torch.zeros(c.max_body_size(x.size), dtype=torch.uint8)
+    body = torch.zeros(c.max_body_size(x.size), dtype=torch.uint8, device="cpu")
     c.pack_rows(pad_to_rows(torch.from_numpy(x), c.align), body.view(-1, c.row_bytes))  # pyright: ignore[reportUnknownMemberType]
     return body.numpy()
 
@@ -184,7 +192,7 @@ def _pack_by_torch(c: RowFormat, x: np.ndarray) -> np.ndarray:
 def _unpack_by_torch(c: RowFormat, body: np.ndarray, n: int) -> np.ndarray:
     """Decode a body of n elements.   Return them in fp32."""
     rows = torch.from_numpy(body).view(-1, c.row_bytes)  # pyright: ignore[reportUnknownMemberType]
-    out = torch.empty(len(rows), c.align)
+    out = torch.empty(len(rows), c.align, dtype=torch.float32, device="cpu")
     c.unpack_rows(rows, out)
     return out.view(-1)[:n].numpy()
 

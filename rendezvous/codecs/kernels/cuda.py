@@ -25,7 +25,7 @@ _PER_ROW = {"int8": 1024, "int4": 512}
 def encode(name: str, x: Tensor, e: Tensor | None, rows: Tensor) -> float | None:
     """Set rows ← pack(x + e), e ← (x + e) − unpack(rows).   Return ‖x‖², None if a value is not finite."""
     bad = torch.zeros(1, dtype=torch.int32, device=x.device)
-    squares = torch.empty(len(rows), device=x.device)
+    squares = torch.empty(len(rows), dtype=torch.float32, device=x.device)
     _encode[(len(rows),)](
         x, x if e is None else e, rows.view(torch.int8), rows.view(torch.float32), bad, squares, x.numel(),
         _LEVELS[name], _largest_scale(name), e is not None, name == "int4", _PER_ROW[name],
