@@ -9,7 +9,7 @@ rollout stay in their order, because they share an environment.  Rollouts begin 
 
 With one worker, and for environments whose rollouts depend on their order, the calls stay in TRL's loop and thread.
 
-A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
+A call without an answer after `limit_s` seconds is an error of its rollout. Later calls of that rollout fail at once,
 because its environment is still busy.  The next rollout gets its place.  An async call is cancelled instead, and a call
 in TRL's loop is interrupted (inner/usercode/deadline.py).
 A tool that calls sys.exit() has made an error, in the serial loop, too.

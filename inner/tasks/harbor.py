@@ -50,7 +50,7 @@ class HarborTask:
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield a row for each task, in the seed's order.   Raises InnerError."""
     if wrong := sorted(spec.options.keys() - {"image"}):
-        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}; they have image.")
+        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their only option is image.")
     tasks = read_tasks(Path(spec.name), image=str(spec.options.get("image", "")))
     random.Random(spec.seed).shuffle(tasks)
     for task in tasks:
@@ -163,7 +163,7 @@ def _copied(folder: Path, sources: list[str], target: str, work: str, files: dic
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if path.is_symlink() or not path.resolve().is_relative_to(folder.resolve()):
-            raise InnerError(f"{folder}/Dockerfile copies {path}, which is a link or outside its folder. Copy a file.")
+            raise InnerError(f"{folder}/Dockerfile copies {path}, a link or outside its folder. Copy a file inside it.")
         copied |= _pack(path, f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/"))
     return copied
 

@@ -146,9 +146,7 @@ def test_a_rows_columns_say_who_scores_it(package: None) -> None:
 
 def test_rows_of_another_version_are_not_scored(package: None) -> None:
     text = json.dumps({"task": SUM, "size": 1, "seed": 0, "options": {}, "version": "1.1"})
-    with pytest.raises(
-        InnerError, match=r"by reasoning-gym 1.1, and this machine has 1.2.*install reasoning-gym==1.1"
-    ):
+    with pytest.raises(InnerError, match=r"by reasoning-gym 1.1, and this machine has 1.2.*install reasoning-gym==1.1"):
         score.score_replies(["x"], [text], ["0"])
 
 
