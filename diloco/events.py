@@ -117,7 +117,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "outdated": EventKind(LOSS, "An object that the session needed was deleted (fleet.keep). Its next session heals."),
     "bad_delta": EventKind(
-        LOSS, "The replica's own pseudogradient held NaN or infinity. It ended, and its next session heals.",
+        LOSS, "The replica's pseudogradient held NaN or infinity, or was far too long. The slot's next session heals.",
         "a smaller inner.lr, or float32 weights, if it comes again",
     ),
     "gave_up": EventKind(

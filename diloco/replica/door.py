@@ -69,9 +69,10 @@ Check = Callable[[int, Bundle, int], DoorFinding]  # (outer step of the weights,
 
 
 class RolloutDoor:
-    """The verdicts on actors' bundles of one slot.   by: the session's generation; later verdicts do not count.
+    """Decides whether one slot may train on actors' bundles, and records its verdicts.   by: the session's generation.
 
-    check: None: read verdicts only (an audit).   parent: outer steps of the runs before this one.
+    Verdicts of later generations do not count.   check: None: read verdicts only (an audit).
+    parent: outer steps of the runs before this one.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class RolloutDoor:
         self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py) and share one model
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
-        """Whether the slot may train on an actor's bundle.   key: the bundle's.   Raises RendezvousError."""
+        """Whether the slot may train on an actor's bundle.   key: the bundle's key.   Raises RendezvousError."""
         with self._one_at_a_time:
             return self._lets_in(place, key, record, bundle)
 

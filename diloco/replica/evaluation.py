@@ -30,7 +30,7 @@ class Scorer(Protocol):
 
 
 class Evaluator:
-    """The evaluation by one replica.   rows: held-out prompts.   batch: prompts per call.   seed: the run's.
+    """The evaluation by one replica.   rows: held-out prompts.   batch: prompts per call.   seed: the run's seed.
 
     stands_at: returns the run's committed outer step.   must_go: whether to stop; called between batches."""
 

@@ -74,7 +74,7 @@ class ScriptConfig(RunConfig):
 
     @classmethod
     def stored(cls, raw: Mapping[str, Any], script: Script) -> "ScriptConfig":
-        """Read the config from run.json's, with script.json's outer settings where they are known."""
+        """Return the config.   raw: run.json's config, with script.json's outer settings if there is such a file."""
         known = {f.name for f in fields(OuterConfig)}
         outer = {k: v for k, v in raw["outer"].items() if k in known and (k, v) != ("sync_seconds", 0)}
         fleet = {k: v for k, v in raw["fleet"].items() if v is not None}

@@ -56,8 +56,8 @@ def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
         for name, path in siblings.items():
             if joined.setdefault(name, path).read_bytes() != path.read_bytes():
                 raise ConfigError(
-                    f"{code} imports {path}, and other code of this run {joined[name]}: two modules of one name. "
-                    "Rename one of them"
+                    f"{code} imports {path}, and other code of this run imports {joined[name]}. These are two modules "
+                    "of one name, and the run stores only one. Rename one of them"
                 )
     return joined
 

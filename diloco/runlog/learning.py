@@ -72,7 +72,7 @@ def headline_curve(steps: Sequence[Measured], slots: Iterable[str]) -> Curve:
 
 
 def newest_numbers(steps: Sequence[Measured]) -> dict[str, float]:
-    """Return the numbers, over replicas, of the newest outer step that has any."""
+    """Return the newest outer step's numbers, combined over replicas. Steps without any number are passed over."""
     return next((found for step in reversed(steps) if (found := over_replicas(step))), {})
 
 

@@ -1,4 +1,4 @@
-"""Open a run and begin its first look with the same requests.
+"""Open a run, and request the keys of its first look at the same time.
 
     url ──▶ the cache that was last used for it ──▶ the keys that a look would request first ─┐
             run.json, seal.json, commit 0 ────────────────────────────────────────────────────┴─▶ all at once ──▶ View

@@ -306,7 +306,7 @@ def replicas_of(text: str) -> int:
 
 
 def refuse_fights(args: Any, state: Any, callbacks: Sequence[type]) -> None:
-    """Raise OuterError for trainer settings that would overwrite θ or skip steps of it."""
+    """Raise OuterError for settings with which a trainer cannot be a replica: they would overwrite θ or skip steps."""
     reasons = {
         "it has two DiLoCoCallbacks, and each would average. Leave one out": callbacks.count(DiLoCoCallback) > 1,
         "fp16 (its own, or its launcher's mixed_precision) scales gradients and skips steps, so replicas would count "

@@ -146,7 +146,7 @@ def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any
 
 
 def _diverged_words(report: Report, event: dict[str, Any], session: SessionSummary, times: int) -> Trouble:
-    fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity)"
+    fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity) or far too large"
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
     if event["event"] == "diverged":
         fault = "other weights than the run (another digest)"

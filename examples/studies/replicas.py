@@ -14,7 +14,7 @@
 All arms see equal samples (equal GPU-hours); at equal inner steps of one machine they have taken equal wall-clock time,
 if a link costs nothing, which is in the linked arms' favour.  The curve is of θ, held out.
 
-Not promised: real noise of real fleets: nobody is late or dies here (docs/studies/replicas.md).
+Not promised: real noise of real fleets: no replica is late or dies here (docs/studies/replicas.md).
 """
 
 import argparse

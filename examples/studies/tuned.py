@@ -6,7 +6,7 @@
     python examples/studies/tuned.py text decide --to studies            T5 and T6, from the judged rows of both tasks
 
     tune    every arm × TEN settings × seeds 104, 105       ─▶ the setting with the best mean over the run, for each arm
-    judge   those settings, the defaults, and rules that nobody tuned × seeds 8 … 15
+    judge   those settings, the defaults, and rules without tuning × seeds 8 … 15
 
     alone, linked-N       ten inner learning rates, ½ … 11.3 × the task's own
     fleet-N-H             five, 1 … 16 ×, under the default outer step (η .7, μ .5) and a plain average (η 1, μ 0)

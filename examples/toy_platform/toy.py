@@ -2,7 +2,7 @@
 
     submit ─▶ FOLDER/r00.1.card   the handle, which another process finds again
               FOLDER/r00.1.log    what `python -m executors.platforms.container SPEC toy` prints; it ends with its end
-              FOLDER/r00.1.asked  somebody cancelled it
+              FOLDER/r00.1.asked  a user cancelled it
 
 The container module runs the replica as its child, passes signals on, and reports the end as data, on every platform
 that starts a command.  What is left to write is how a command is started, seen, stopped and found.

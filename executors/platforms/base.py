@@ -311,6 +311,6 @@ def require_fleet(executor: object) -> None:
     if missing := sorted({name for name in asked if name[0] != "_" and not hasattr(executor, name)}):
         raise ExecutorError(
             f"{type(executor).__name__} cannot be supervised: it has no {', '.join(missing)}. "
-            "launch_replicas … collect work anyway; for `train` make it a subclass of FleetExecutor, which defines "
-            "all but plan, find and close, or of Executor, which needs a platform's six verbs (docs/executors.md)"
+            "You can still call launch_replicas and collect. For `train`, make it a subclass of FleetExecutor, which "
+            "defines all but plan, find and close, or of Executor, which needs six methods (docs/executors.md)"
         )

@@ -68,7 +68,7 @@ def generalized_jsd_loss(
 
 
 def valid_positions(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Return the bool mask (...) of the positions to learn: those whose label is not IGNORE; all without labels."""
+    """Return the bool mask (...) of positions to learn: label is not IGNORE. If `labels` is None: all positions."""
     return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if labels is None else labels != IGNORE
 
 

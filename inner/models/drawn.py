@@ -18,10 +18,10 @@ WRAPPED = ("_orig_mod.", "module.")  # what torch.compile and DDP put before a w
 
 
 def refuse_drawn(source: str, model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise InnerError if weights other than the head's are in no file, or its head is not for text.  Warn of a drawn
-    head.
+    """Raise InnerError if the files lack weights other than the head's, or if the model's head is not for text. Warn if
+    the head is drawn at random.
 
-    missing, unexpected: names that the files lack, or that the model does not have."""
+    missing: names of weights that the files lack.   unexpected: names in the files that the model lacks."""
     missing, unexpected = set(missing), set(unexpected)
     head = missing & _head_names(model)
     refuse_other_head(model.config.architectures or [], unexpected if head else (), source)

@@ -75,8 +75,8 @@ def _check_supervised(config: "InnerConfig") -> None:
     if config.sdpo.is_used or config.replay.is_used:
         raise InnerError(
             f"inner.sdpo.weight = {config.sdpo.weight} and inner.replay.weight = {config.replay.weight} are terms "
-            'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or both '
-            "to 0."
+            'beside a policy loss, and inner.loop = "supervised" has no rollouts. Set inner.loop = "grpo", or '
+            "set both weights to 0."
         )
     if config.process is not None:
         raise InnerError(
@@ -136,8 +136,8 @@ def _check_sdpo(config: "InnerConfig") -> None:
         )
     if config.sdpo.may_collapse:
         raise InnerError(
-            f"inner.sdpo.weight = {config.sdpo.weight} with the live teacher collapses (measured: reward .94 to 0). "
-            'Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
+            f"inner.sdpo.weight = {config.sdpo.weight}, live teacher: the policy collapses (measured: reward .94 to 0)."
+            ' Set inner.sdpo.weight to .1 or less, or inner.sdpo.teacher = "round" or "frozen".'
         )
 
 

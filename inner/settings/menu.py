@@ -12,7 +12,7 @@ from inner.settings.objectives import PO_OBJECTIVES, Objective, find_objective, 
 def format_menu(settings: Mapping[str, Any] | None = None) -> str:
     """Describe every objective: formula, knobs, when to use it, and the knobs without effect under these settings.
 
-    settings: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing: the preset's."""
+    settings: gradient_accumulation_steps, steps_per_generation, num_iterations; None or missing: the preset's value."""
     here = {k: v for k, v in (settings or {}).items() if v is not None}
     return "\n\n".join(_menu_entry(name, preset, here) for name, preset in PO_OBJECTIVES.items())
 

@@ -51,7 +51,7 @@ def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:
     known = POConfig.__dataclass_fields__
     if unknown := sorted(set(overrides) - set(known)):
         near = get_close_matches(unknown[0], known, n=1)
-        guess = f" Did you mean {near[0]!r}?" if near else ""
+        guess = f" Did you mean {near[0]!r}?" if near else " Correct the name, or leave it out."
         raise ObjectiveError(f"TRL's GRPOConfig has no setting {', '.join(unknown)}.{guess}")
     overrides.setdefault("max_completion_length", known["max_completion_length"].default)
     settings = po_settings(objective, overrides)

@@ -115,7 +115,7 @@ def as_type(value: Any, hint: Any, name: str, error: type[Exception]) -> Any:
     if float in options and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return _as_float(value)
     if table_class(hint) is not None:
-        raise error(f"[{name}] must be a table, found {value!r}")
+        raise error(f"[{name}] must be a table, found {value!r}. Write it as [{name}] with its settings below")
     allowed = " or ".join("nothing" if o is type(None) else o.__name__ for o in options)
     raise error(f"{name} = {value!r} must be {allowed}, not {type(value).__name__}")
 

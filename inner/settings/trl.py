@@ -181,7 +181,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
             raise InnerError(f"unknown setting inner.trl.{name}{instead_in_words(ALIASES[name])}")
         if name not in TRL_FIELDS:
             near = get_close_matches(name, TRL_FIELDS, n=1)
-            guess = f"did you mean {near[0]}? " if near else ""
+            guess = f"did you mean {near[0]}? " if near else "correct the name, or leave it out. "
             raise InnerError(
                 f"unknown setting inner.trl.{name}; {guess}TRL {TRL_VERSION}'s GRPOConfig has none of that name"
             )

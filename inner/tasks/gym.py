@@ -82,7 +82,7 @@ def _open_dataset(spec: TaskSpec) -> Any:
 
     if spec.name not in DATASETS:
         near = get_close_matches(spec.name, DATASETS, n=1)
-        guess = f"did you mean reasoning-gym:{near[0]}?" if near else f"it has {len(DATASETS)}: {GALLERY}"
+        guess = f"did you mean reasoning-gym:{near[0]}?" if near else f"choose one of its {len(DATASETS)}: {GALLERY}"
         raise InnerError(f"reasoning-gym has no dataset {spec.name!r}; {guess}")
     options = _checked_options(spec, DATASETS[spec.name][1])
     try:
@@ -100,7 +100,7 @@ def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:
         if name not in known:
             own = sorted(known.keys() - OURS.keys())
             near = get_close_matches(name, own, n=1)
-            guess = f"did you mean {near[0]}?" if near else f"it has {', '.join(own)}"
+            guess = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(own)}"
             raise InnerError(f"{spec.name} has no option {name!r}; {guess}")
     are_tuples = {name for name, f in known.items() if _is_tuple(f)}
     return {name: tuple(v) if name in are_tuples and isinstance(v, list) else v for name, v in spec.options.items()}

@@ -50,7 +50,7 @@ class HarborTask:
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield a row for each task, in the seed's order.   Raises InnerError."""
     if wrong := sorted(spec.options.keys() - {"image"}):
-        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}; they have image.")
+        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their only option is image.")
     tasks = read_tasks(Path(spec.name), image=str(spec.options.get("image", "")))
     random.Random(spec.seed).shuffle(tasks)
     for task in tasks:

@@ -110,7 +110,7 @@ def _open_taskset(spec: TaskSpec) -> Any:
     for name in spec.options:
         if name not in own:
             near = get_close_matches(name, own, n=1)
-            guess = f"did you mean {near[0]}?" if near else f"it has {', '.join(own)}"
+            guess = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(own)}"
             raise InnerError(f"taskset {spec.name} has no option {name!r}; {guess}")
     try:
         return loaders.load_taskset(config_type.model_validate({**spec.options, "id": spec.name}))
@@ -129,7 +129,7 @@ def _refuse_own_environment(spec: TaskSpec) -> None:
     except (ImportError, AttributeError, TypeError, ValueError):
         return  # _open_taskset refuses it with a better message
     if found is not SingleAgentEnv:
-        raise InnerError(f"taskset {spec.name}: it brings the environment {found.__name__}. {NEXT}")
+        raise InnerError(f"taskset {spec.name} brings its own environment, {found.__name__}. {NEXT}")
 
 
 def _find_fault(taskset: Any, task: Any) -> str:

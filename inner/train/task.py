@@ -28,7 +28,7 @@ class Task:
     hint: Hint | None  # None: use the templates of inner.channels.hints
     pairs: Path | None = None  # for the replay channel
     process: ProcessReward | None = None
-    turn: Any = None  # of the user's environment and the model (inner/usercode/apart.py)
+    turn: Any = None  # switches between the environment's state and the trainer's (inner/usercode/apart.py)
     make: Callable[[], Any] | None = None  # makes the user's environment in its turn; None: the class makes it
 
 

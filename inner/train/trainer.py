@@ -123,8 +123,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
             self._refuse_without_errors()
         if channels.sdpo.may_collapse:
             warnings.warn(
-                f"alpha_sdpo = {self.alpha_sdpo} with the live teacher collapses (measured: reward .94 to 0). Set it "
-                'to .1 or less, or sdpo_teacher = "round".',
+                f"alpha_sdpo = {self.alpha_sdpo}, live teacher: the policy collapses (measured: reward .94 to 0). Set "
+                'it to .1 or less, or sdpo_teacher = "round".',
                 stacklevel=3,
             )
         if pairs is not None and not channels.replay.is_used:

@@ -138,7 +138,7 @@ class Turns:
 
 
 def begin_session() -> None:
-    """Let the user's code begin with the trainer's random state, as in a process of its own."""
+    """Forget the rewards' random state: their next call begins with the trainer's, as in a new process."""
     _PROCESS.own = None
 
 

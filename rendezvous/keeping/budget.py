@@ -122,7 +122,7 @@ def snapshot_period(budget: int, every: int, snapshot: int, step: Sizes) -> int:
     """Return the number of outer steps between two snapshots with which the window fits into the budget.
 
     snapshot: bytes of a snapshot.   step: bytes that each step leaves.
-    At most `every`, and at least 1, even if nothing fits; `every` without a budget.
+    The number is at least 1, even if nothing fits, and at most `every`. Without a budget it is `every`.
     """
     each = _each_in_window(step)
     if not budget or not each:

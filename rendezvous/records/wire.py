@@ -199,7 +199,7 @@ class Encoder:
             self._body = page_aligned(0)
 
     def give_back(self, body: np.ndarray) -> None:
-        """Take back memory that was given away, for the next body."""
+        """Use this body's memory, which `give_away` gave away, for the next body."""
         if not np.may_share_memory(body, self._body):
             self._free = body
 
@@ -209,7 +209,7 @@ class Encoder:
         return self._body[:size]
 
     def take_back(self, fragment: int, body: np.ndarray) -> None:
-        """Add the values of a body that will never count to the residual, so that the next body sends them."""
+        """Add a body's values to the residual, because the body will never count: the next body sends the values."""
         if self.name != "fp32":
             lost = np.empty_like(self._residuals[fragment])
             get_codec(self.name).decode(body, lost)

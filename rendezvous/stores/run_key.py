@@ -52,7 +52,7 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
     """Return `store`, sealed if it has a run with this run key.  If it has no run, a key begins a sealed one.
 
     Raise WrongRun if the run there has another key or none, or if its key is missing here.
-    ask: the same store for the requests of this function, for instance one that retries.
+    ask: the store that this function sends its requests to: the same bucket, perhaps with retries.
     """
     if as_sealed(store) is not None:
         return store

@@ -120,7 +120,7 @@ def test_right_wrong_and_garbled_replies() -> None:
     ("name", "options", "words"),
     [
         ("chain_sums", {}, "has no dataset 'chain_sums'; did you mean reasoning-gym:chain_sum?"),
-        ("qqq", {}, "has no dataset 'qqq'; it has 106: https://"),
+        ("qqq", {}, "has no dataset 'qqq'; choose one of its 106: https://"),
         ("chain_sum", {"max_term": 2}, "chain_sum has no option 'max_term'; did you mean max_terms?"),
         ("chain_sum", {"seed": 2}, "task_options.seed is set by the run. Write task_seed beside the task"),
         ("chain_sum", {"min_terms": 4, "max_terms": 2}, "refuses these options: .*max_terms must be >= min_terms"),
@@ -223,7 +223,7 @@ def test_other_tasksets_that_cannot_be_used(tasksets: Path) -> None:
         ("silent", {}, "the prompt of task 0 is not text"),
         ("unfit", {}, "cannot use 'unfit' as a taskset"),
         ("nothere", {}, "taskset package 'nothere' cannot be imported"),
-        ("harbor", {}, "it brings the environment HarborEnv"),
+        ("harbor", {}, "brings its own environment, HarborEnv"),
         ("spelling-tasks", {"fist": 3}, "has no option 'fist'; did you mean first?"),
         ("spelling-tasks", {"first": "a"}, "refuses these options: first: Input should be a valid integer"),
         ("spelling-tasks", {"first": 99}, "it makes no rows"),

@@ -131,9 +131,9 @@ def test_a_reward_that_raises_is_0_in_vf_evals_mean_and_no_number_here(tasksets:
 @pytest.mark.parametrize(
     ("taskset", "words"),
     [
-        ("harbor", "it brings the environment HarborEnv"),
-        ("openenv", "it brings the environment OpenEnvEnv"),
-        ("nemo-gym", "it brings the environment NeMoGymEnv"),
+        ("harbor", "brings its own environment, HarborEnv"),
+        ("openenv", "brings its own environment, OpenEnvEnv"),
+        ("nemo-gym", "brings its own environment, NeMoGymEnv"),
         ("textarena", "TextArenaEnv|cannot be imported: textarena requires nltk"),
     ],
 )

@@ -236,7 +236,7 @@ def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: by rank, name -> value."""
+    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: for each rank, name -> value."""
     for rank, theirs in enumerate(of_ranks):
         for what, ours in of_ranks[0].items():
             if theirs[what] != ours:

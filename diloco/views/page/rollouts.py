@@ -34,7 +34,7 @@ REACH = 6  # of the galloping at the first look; later only the next number is r
 
 
 class RolloutEnds:
-    """The first and the newest rollouts.   early, late: as last read.   `read` reads only what may have changed."""
+    """The first and the newest rollouts (early, late) at the last `read`.   `read` reads only what may have changed."""
 
     def __init__(self, store: Readable) -> None:
         self._store = store

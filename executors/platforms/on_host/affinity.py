@@ -22,7 +22,7 @@ def check_cores(cores: int) -> None:
     if cores and not hasattr(os, "sched_setaffinity"):
         raise ExecutorError(f"cores = {cores}: this system cannot pin processes to cores; leave it out")
     if not 0 <= cores <= (os.cpu_count() or 1):
-        raise ExecutorError(f"cores = {cores}: this machine has {os.cpu_count()}; 0 lets a replica use all")
+        raise ExecutorError(f"cores = {cores}: this machine has {os.cpu_count()}. Set at most this, or 0 for all")
 
 
 def cores_of(slot: str, cores: int) -> list[int]:

@@ -68,7 +68,7 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
     except Exception as error:
         if no_answer(error):
             raise
-        return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # e.g. an import of our function
+        return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # e.g. its import failed
 
 
 def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:

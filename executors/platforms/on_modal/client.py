@@ -55,7 +55,7 @@ def inside_container() -> bool:
 
 @contextmanager
 def translated_errors(request: str) -> Iterator[None]:
-    """Raise Modal's errors as ours, which say what happened and what to do.   request: "stop the run's app", …"""
+    """Replace Modal's errors by ours, which say what happened and what to do.   request: "stop the run's app", …"""
     e = sdk().exception
     try:
         yield
@@ -67,7 +67,7 @@ def translated_errors(request: str) -> Iterator[None]:
         if no_answer(error):
             raise Unavailable(f"Modal did not answer the request to {request} ({error}). Try again") from None
         if isinstance(error, e.Error):
-            raise ExecutorError(f"Modal refused: {error}") from None
+            raise ExecutorError(f"Modal refused the request to {request}: {error}. Correct it, and try again") from None
         raise
 
 

@@ -145,7 +145,7 @@ class Kind(Plain):
 
 def memory_limit_mib(parameters: int, trained: int | None = None, devices: int = 1) -> int:
     """Return a replica's memory limit in MiB, rounded up to GiB.   parameters: the model's number of parameters.
-    trained: the adapter's, if only the adapter is trained.   devices: processes, each of which loads the model."""
+    trained: the adapter's parameters, if only they are trained.   devices: processes that each load the model."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
     others = (devices - 1) * (BASE_MIB + LOAD_BYTES * parameters / 2**20)
     return 1024 * math.ceil((BASE_MIB + held / 2**20 + others) / 1024)

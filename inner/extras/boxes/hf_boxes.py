@@ -41,7 +41,7 @@ LIVE = ("SCHEDULING", "RUNNING")
 
 
 class HfBoxes:
-    """The provider.   flavor: hardware of a box.   namespace: a user or an organisation; None: the token's."""
+    """The provider.   flavor: hardware of a box.   namespace: a user or an organisation; None: the token's user."""
 
     def __init__(self, flavor: str = FLAVOR, namespace: str | None = None) -> None:
         import huggingface_hub

@@ -226,7 +226,7 @@ class OpenedLater:
 
 
 def open_provider(name: str, **options: Any) -> BoxProvider:
-    """Return the provider of this name.   Raises InnerError for another name.   options: its constructor's."""
+    """Return the provider of this name.   Raises InnerError for other names.   options: its constructor's arguments."""
     if name == "local":
         from inner.extras.boxes.local import LocalBoxes
 

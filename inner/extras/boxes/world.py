@@ -179,7 +179,7 @@ def harbor_environment(
 ) -> type[HarborEnvironment]:
     """Return an environment class whose instances share one BoxStarter, made at the first box.
 
-    options: the provider's."""
+    options: arguments of the provider's constructor."""
     told = {"_shared": _Shared(provider, options or {}), "_command_s": command_s, "_user": user}
     return type("Harbor", (HarborEnvironment,), told)
 

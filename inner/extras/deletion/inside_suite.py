@@ -117,8 +117,8 @@ def run_test(key: Any, source: str) -> Any:
 
 
 def trace(words: Any, work: str) -> Any:
-    """Return all tests that pytest finds with these words, each with the values and the functions that it saw, and
-    pytest's lines about errors."""
+    """Run pytest with the arguments `words`. Return all tests that it finds, each with the values and functions that
+    the watcher saw in it, and pytest's lines about errors."""
     import pytest
 
     sys.path += sorted({str(path.parent.absolute()) for path in Path().rglob("*test*.py")})

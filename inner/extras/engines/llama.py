@@ -116,8 +116,8 @@ class _Sizes:
         self.architecture = kind = metadata["general.architecture"]
         if kind not in ARCHITECTURES:
             raise InnerError(
-                f"{path} has a model of the kind {kind}; adapters for {', '.join(ARCHITECTURES)} are known here. Leave "
-                "--engine out"
+                f"{path} has a model of the kind {kind}. The engine llama reads adapters only for the kinds "
+                f"{', '.join(ARCHITECTURES)}. Leave --engine out"
             )
         self.blocks = int(metadata[f"{kind}.block_count"])
         heads = int(metadata[f"{kind}.attention.head_count"])
@@ -139,7 +139,7 @@ def write_adapter(path: Path, tensors: dict[str, Tensor], sizes: _Sizes, alpha: 
         known = names.get_name(layer)
         if known is None or part not in ("A", "B"):
             raise InnerError(
-                f"llama.cpp has no name for {name}. Leave --engine out, or take it out of inner.lora.targets"
+                f"llama.cpp has no name for {name}. Leave --engine out, or take that layer out of inner.lora.targets"
             )
         rows = tensor.numpy()
         kind = known.rpartition(".")[2]

@@ -38,7 +38,7 @@ class SamplingEngine(Protocol):
     together: int
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Sample with these weights from now on.   parameters: the model's, by name."""
+        """Sample with these weights from now on.   parameters: those of the model, by name."""
         ...
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:

@@ -6,7 +6,7 @@
     TeacherReplayActor  answer(states)                ─▶ actions        inner/replay/ask.py
 
 The last three keep only state that a caller can restore: `load` brings weights, and the ledger on disk has the paid
-answers.  The trainer asks its ReplicaActor for another actor once, and again after that actor's process was lost.
+answers.  The trainer asks its ReplicaActor for each other actor once, and again after that actor's process is lost.
 
 Endpoints are plain functions: each actor runs them in its own thread, so they may wait for another actor.
 

@@ -43,10 +43,10 @@ def tool_methods(tools: Sequence[Schema], taken: Collection[str]) -> dict[str, C
     for tool in tools:
         name = method_name(tool["name"], taken)
         if name in methods:
-            other = methods[name].__doc__
+            other = next(one["name"] for one in tools if method_name(one["name"], taken) == name)
             raise InnerError(
-                f"the server's tool {tool['name']!r} would be called {name!r} here, as another of its tools is "
-                f"({other!r}). Rename one of them."
+                f"two tools of the server, {other!r} and {tool['name']!r}, would both have the Python name {name!r}. "
+                "Rename one of them."
             )
         methods[name] = tool_method(tool, name)
     return methods
