@@ -2,50 +2,73 @@
 
     slack_token.txt ─words─▶ "slack token", data ─▶ ends with a token, and no model's word stands before ─▶ a secret
     token_utils.py  ─words─▶ "token utils", code ─▶ ends with utils                                      ─▶ code
+    HFtoken.TXT     ─words─▶ "h ftoken", and joined "hftoken" ─▶ the joined word is a service's token    ─▶ a secret
 
 The last word says what a thing is: `db_credentials` are credentials, `credentials_check` is a check.  A token is a
 secret if its owner is a service (`hf_token.py`), and for data also if its owner is unknown; else it is a model's.
+A key is a secret if its owner is a service.
 
-Not promised: a secret in a file of another name, or a module `acme_token.py` of a service that we do not know.
+OLDER are the patterns of an earlier release: a name that they keep here is kept, if it is no template.
+
+Not promised: a secret in a file of another name or language, or a module `acme_token.py` of a service that we do not
+know.
 """
 
 import re
+import unicodedata
 
 KEY_FILE = re.compile(
-    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|id_(rsa|dsa|ecdsa|ed25519).*"
-    r"|.*\.(token|pem|key|p12|pfx)",
-    re.I,
+    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)", re.I
 )
+SSH_KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519).*", re.I)
+OWNED = r"((my|our|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|aws|api|access|auth|refresh)[._-]?)"
+SECRET = "secret(?!ar|ion|ory)"  # not secretary.csv, nor secretion.json
+OLDER = re.compile(rf"credentials.*|.*{SECRET}.*|service_account.*|\.?{OWNED}*token(\.(txt|json))?", re.I)
+OLDER_CODE = re.compile(rf"(?!tokens\.){OWNED}*(secrets?|credentials?|tokens?|api_?keys?|passwords?)\.py", re.I)
 TEMPLATE = re.compile(r".+ (example|sample|template|dist)")  # .env.example, secrets_template.py: no values
-WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+")
 TEXTS = {"txt", "json", "yaml", "yml", "toml", "ini", "cfg", "conf"}
 KEPT = r"(secrets?|credentials?|creds|passwords?|passwd|passphrases?|(api|access|private|secret) ?keys?)"
-STAGE = r"( (local|dev|staging|prod|production|private|backup|old))*"
+STAGE = r"( (local|dev|staging|prod|production|private|backup|old|[^ -~]+))*"  # a word in other letters may be any
 SERVICE = (
     r"((my|our|team|hf|hub|huggingface|gh|github|gitlab|wandb|kaggle|openai|anthropic|aws|slack|discord|telegram|stripe"
-    r"|bot|read|write|api|access|auth|bearer|refresh) )"
+    r"|bot|read|write|api|access|auth|bearer|refresh) ?)"
 )
+GIVES_KEYS = r"(github|gitlab|wandb|kaggle|openai|anthropic|openrouter|groq|runpod|aws|azure|gcp|slack|stripe)"
 VERB = r"(get|set|load|read|save|write|make|check|detect|find|scan|test|hide|mask|strip|filter|redact|no)"
-MODEL = r"(special|added|extra|new|next|previous|first|last|bos|eos|pad|unk|sep|cls|mask|stop|start|end|think|image)"
-CODE = re.compile(rf"(?!{VERB} )(.*{KEPT}|{SERVICE}*token|{SERVICE}+tokens){STAGE}")
+MODEL = (
+    r"(special|added|extra|new|next|previous|first|last|bos|eos|pad|unk|sep|cls|mask|stop|start|end|think|image"
+    r"|sub|pre)"
+)
+CODE = re.compile(
+    rf"(?!{VERB}( |{KEPT}|tokens?))(.*{KEPT}|{SERVICE}*token|{SERVICE}+tokens|(.* )?{SERVICE}*{GIVES_KEYS} ?keys?){STAGE}"
+)
 DATA = re.compile(
-    rf"(.*(secrets?|credentials?|service ?account)( .*)?|.*{KEPT}{STAGE}"
-    rf"|(?!(.* )?{MODEL} token)(.* )?token{STAGE}|{SERVICE}+tokens{STAGE})"
+    rf".*({SECRET}|credentials|service ?account).*|.*credential( .*)?|.*{KEPT}{STAGE}"
+    rf"|(?!(.* )?{MODEL} ?token).*token{STAGE}|{SERVICE}+tokens{STAGE}|(.* )?({GIVES_KEYS} ?|{SERVICE})keys?{STAGE}"
 )
 
 
 def is_secret(path: str) -> bool:
     """Whether a file, or a folder above it, has the name of a secret.   path: "conf/slack_token.txt"."""
     *folders, name = path.split("/")
-    if any(CODE.fullmatch(_words(folder)) for folder in folders):
+    if any(CODE.fullmatch(words) for folder in folders for words in _readings(folder)):
         return True
     stem, _, ending = name.rpartition(".")
-    words = _words(stem if ending in TEXTS or ending == "py" else name)
-    if TEMPLATE.fullmatch(words):
+    is_code = ending.lower() == "py"
+    readings = _readings(stem if is_code or ending.lower() in TEXTS else name)
+    if SSH_KEY.fullmatch(name):
+        return True
+    if any(TEMPLATE.fullmatch(words) for words in readings):
         return False
-    return bool(KEY_FILE.fullmatch(name) or (CODE if ending == "py" else DATA).fullmatch(words))
+    if KEY_FILE.fullmatch(name) or (OLDER_CODE if is_code else OLDER).fullmatch(name):
+        return True
+    return any((CODE if is_code else DATA).fullmatch(words) for words in readings)
 
 
-def _words(name: str) -> str:
-    """Return "db credentials" for "db_credentials", "dbCredentials" and "DB-credentials2"."""
-    return " ".join(WORD.findall(name)).lower()
+def _readings(name: str) -> set[str]:
+    """Return {"db credentials", "dbcredentials"} for "dbCredentials": "HFtoken" has its words in the joined form alone.
+
+    Accents do not count."""
+    plain = "".join(letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))
+    return {" ".join(WORD.findall(text)).lower() for text in (plain, plain.lower())}
