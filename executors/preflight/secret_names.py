@@ -41,7 +41,8 @@ MODEL = (
     r"|sub|pre)"
 )
 CODE = re.compile(
-    rf"(?!{VERB}( |{KEPT}|tokens?))(.*{KEPT}|{SERVICE}*token|{SERVICE}+tokens|(.* )?{SERVICE}*{GIVES_KEYS} ?keys?){STAGE}"
+    rf"(?!{VERB}( |{KEPT}|tokens?))(.*{KEPT}|{SERVICE}*token|{SERVICE}+tokens|(.* )?{SERVICE}*{GIVES_KEYS} ?keys?)"
+    rf"{STAGE}"
 )
 DATA = re.compile(
     rf".*({SECRET}|credentials|service ?account).*|.*credential( .*)?|.*{KEPT}{STAGE}"
