@@ -43,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "stop":
         survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
     try:
-        return print_answer(_short_form(args) or args.act(args), args.json)
+        code = print_answer(_short_form(args) or args.act(args), args.json)
+        sys.stdout.flush()  # here, where a full disk can be told
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `diloco status RUN | head`: the reader has closed the pipe
@@ -54,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 
         if os.environ.get("DILOCO_DEBUG") or not is_expected(error):
             raise
+        if getattr(error, "filename", None) == "<stdout>":  # what is left of the text goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         text, code = explain_error(error)
         print(f"diloco {args.command}: {text}", file=sys.stderr)
         return code

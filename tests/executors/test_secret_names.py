@@ -35,8 +35,8 @@ def test_all_that_was_kept_before_is_kept() -> None:
 KEPT = (
     "API_KEY.TXT", "APIkey.txt", "openaikey.txt", "openai_key.txt", "team_AWS_key.json", "wandb-key.txt", "my_key.txt",
     "openai_key.py", "acmetoken.txt", "acmeToken.JSON", "prodsecretfile.txt", "serviceaccountkey.json",
-    "DBPASSWORD.INI", "id_rsa_example", "tóken.txt", "sécret.txt", "clé_API_KEY.txt", "我的token.txt", "secrets_本番.py",
-    "秘密/hf_tóken.py",
+    "DBPASSWORD.INI", "id_rsa_example", "tóken.txt", "sécret.txt", "clé_API_KEY.txt", "我的token.txt",
+    "secrets_本番.py", "秘密/hf_tóken.py",
 )  # fmt: skip
 SENT = (
     "prod_secrets.template.json", "my_secrets.sample.json", "secretary.csv", "insulin_secretion.json", "nextToken.txt",

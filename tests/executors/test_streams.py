@@ -26,7 +26,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 def say(words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Say a command to a shell, with its redirections."""
     command = ["sh", "-c", f"{DILOCO} {words}"]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(command, cwd=ROOT, env={**buffered, **env}, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("words", ["status {}", "--help", "verify {}"])

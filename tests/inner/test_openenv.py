@@ -391,7 +391,7 @@ def test_names_that_trl_would_not_see_get_another() -> None:
     made = type("E", (OpenEnv,), methods)
     assert tool_names(made) == sorted(expected)
     assert all(get_json_schema(getattr(made(), name))["function"]["name"] == name for name in expected)
-    with pytest.raises(InnerError, match="'tool_reset' here, as another"):
+    with pytest.raises(InnerError, match="'reset' and 'tool_reset', would both have the Python name 'tool_reset'"):
         tool_methods([{"name": "reset"}, {"name": "tool_reset"}], taken=dir(OpenEnv))
 
 
