@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from inner.errors import InnerError
+from inner.rollouts.at_once.environments import drawn_environments
 from inner.rollouts.bundle import Bundle
-from inner.rollouts.environments_at_once import drawn_environments
 from inner.rollouts.generation import GenerationTrainer
 from inner.settings.contradictions import UNCORRECTED
 

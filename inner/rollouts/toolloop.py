@@ -42,15 +42,12 @@ class LeanToolLoop(GRPOTrainer):
     """GRPOTrainer with caches. Call `_cache_schemas` after construction."""
 
     on_rollouts: OnRollouts | None = None
-    tool_workers, tool_limit_s = 1, cast(float | None, None)  # tools_at_once.py
-    environment_limit_s: float | None = None  # environments_at_once.py
-    hung: Any = frozenset[int]()  # rollouts of this batch whose environment does not answer
+    lanes: Any = None  # environments' threads and limits (at_once/lanes.py); None: all runs in the training thread
     turn: Turn = staticmethod(lambda theirs: nullcontext())
     replayed: "Bundle | None" = None  # the recorded rollouts on which this generation trains (recorded.py)
 
     def _cache_schemas(self) -> None:
         self._suffixes: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        self.hung = set[int]()
         by_environment: dict[str, list[Any]] | None = getattr(self, "_env_tools", None)
         if by_environment:  # TRL accepts dict schemas in place of callables
             self._env_tools = {name: [get_json_schema(f) for f in methods] for name, methods in by_environment.items()}
@@ -73,8 +70,8 @@ class LeanToolLoop(GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self.replayed is not None:
             return self.replayed.turns
-        if self.tool_workers > 1 or self.tool_limit_s is not None or self.hung or self.turn is not LeanToolLoop.turn:
-            from inner.rollouts.tools_at_once import prepare_tools
+        if self.lanes is not None or self.turn is not LeanToolLoop.turn:
+            from inner.rollouts.at_once.tools import prepare_tools
 
             prepare_tools(self, completions=args[3])
         return super()._tool_call_loop(*args, **kwargs)
@@ -84,10 +81,9 @@ class LeanToolLoop(GRPOTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
-        is_plain = self.tool_workers == 1 and self.environment_limit_s is None
-        if self.environment_factories is None or is_plain or self.replayed is not None:
+        if self.environment_factories is None or self.lanes is None or self.replayed is not None:
             return nullcontext()
-        from inner.rollouts.environments_at_once import environments_at_once
+        from inner.rollouts.at_once.environments import environments_at_once
 
         return environments_at_once(self, method, rows)
 
@@ -128,8 +124,8 @@ class LeanToolLoop(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         with self.turn(False), self.turn(True), self._environments_at_once("get_reward"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        if self.environment_factories is not None and self.environment_limit_s is not None and self.replayed is None:
-            from inner.rollouts.environments_at_once import forget_hung
+        if self.environment_factories is not None and self.lanes is not None and self.replayed is None:
+            from inner.rollouts.at_once.environments import forget_hung
 
             forget_hung(self, rewards, len(prompts))
         rewards = self._settle_rewards(rewards)

@@ -138,6 +138,7 @@ class GrpoLoop:
         self._own_folder = tempfile.TemporaryDirectory(prefix="inner-") if scratch is None else None
         self._folder = self._own_folder.name if self._own_folder else str(scratch)
         self._environment: Any = task.environment
+        self._lanes: Any = None
         self.trainer = self._build_trainer(model, tokenizer, task, seeds, warmup_steps)
         self._reward_calls.skip_rewardless(self.optimizer)  # after the schedule has wrapped optimizer.step
         self.trainer.remove_callback(PrinterCallback)
@@ -146,9 +147,7 @@ class GrpoLoop:
         self.trainer.add_callback(self._watch)
         self._rollouts = RolloutSample(seeds.noise)
         self.trainer.on_rollouts = self._rollouts.add_batch
-        sampling, self.trainer.turn = config.sampling, task.turn or self.trainer.turn
-        self.trainer.tool_workers, self.trainer.tool_limit_s = sampling.tool_workers, sampling.tool_timeout_s
-        self.trainer.environment_limit_s = sampling.environment_timeout_s
+        self.trainer.turn, self.trainer.lanes = task.turn or self.trainer.turn, self._lanes
 
     @_silence_libraries()
     def _build_trainer(
@@ -167,7 +166,7 @@ class GrpoLoop:
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
-            environment_factory=task.make or task.environment,
+            environment_factory=self._factory(task),
             objective=config.grpo.objective if self._has_weights else None,
             **channels,
             data_seed=seeds.data,
@@ -183,6 +182,16 @@ class GrpoLoop:
 
             drop_reference_copy(model)
         return trainer
+
+    def _factory(self, task: Task) -> Any:
+        make, sampling = task.make or task.environment, self.config.sampling
+        limits = sampling.tool_workers, sampling.tool_timeout_s, sampling.environment_timeout_s
+        if limits == (1, None, None):
+            return make
+        from inner.rollouts.at_once.lanes import Lanes
+
+        self._lanes = Lanes(*limits)
+        return self._lanes.wrap(make, task.environment)
 
     def _trainer_kind(self, task: Task) -> tuple[type[PolicyTrainer], dict[str, Any]]:
         """Return the trainer class that the config needs, and its keywords beyond a PolicyTrainer's."""

@@ -37,7 +37,8 @@ from inner.extras.boxes.verdict import BoxAction, blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
-from inner.rollouts.tools_at_once import ToolsAtOnce
+from inner.rollouts.at_once.lanes import Lanes
+from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
 from inner.tasks.harbor import HarborTask, load_harbor, make_rows, read_tasks, unpack
 from inner.tasks.spec import TaskSpec
@@ -498,9 +499,7 @@ def test_a_call_that_outlives_its_limit_decides_for_the_verdict() -> None:
     starter = _starter(provider, clock)
     env = harbor_environment(starter)()
     env.reset(TASK)
-    (tools,) = ToolsAtOnce(
-        [{"bash": env.bash}], [[asks(("bash", {"command": "break"}))]], workers=1, limit_s=0.2
-    ).tools()
+    (tools,) = ToolsAtOnce([{"bash": env.bash}], [[asks(("bash", {"command": "break"}))]], Lanes(1, 0.2)).tools()
     with pytest.raises(TimeoutError, match="no answer"):
         tools["bash"]()
     assert asked.wait(PATIENCE_S)

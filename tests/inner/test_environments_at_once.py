@@ -2,17 +2,17 @@
 
 import asyncio
 import threading
-from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from inner.rollouts.environments_at_once import drawn_environments, in_order, methods_at_once
-from inner.rollouts.tools_at_once import ToolsAtOnce
+from inner.rollouts.at_once.environments import drawn_environments, methods_at_once
+from inner.rollouts.at_once.lanes import Lanes, in_order
+from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_tools_at_once import PATIENCE_S, asks
@@ -95,14 +95,16 @@ def test_a_whole_run_is_that_of_the_serial_loop_and_the_environments_meet(tmp_pa
     assert all(2 <= most <= 8 for most in at_once[2].values()), at_once[2]
 
 
-def trained(folder: Path, workers: int) -> tuple[torch.Tensor, dict[str, float], dict[str, int]]:
+def trained(
+    folder: Path, workers: int, text: str = WORLD_FILE, limits: Any = MappingProxyType({"tool_timeout_s": 60.0})
+) -> tuple[torch.Tensor, dict[str, float], dict[str, int]]:
     """Return the parameters after two steps, the last metrics, and how many environments were at once in a method."""
-    (folder / "world.py").write_text(WORLD_FILE)
+    (folder / "world.py").write_text(text)
     (folder / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "op0 3 4"}]}\n' * 4)
     config = InnerConfig(
         model=str(small_folder()),
         data={"prompts": "rows.jsonl"},
-        sampling={"environment": "world.py:World", "tool_workers": workers, "tool_timeout_s": 60.0},
+        sampling={"environment": "world.py:World", "tool_workers": workers, **limits},
         batch_size=16,
     )
     files = {"prompts": folder / "rows.jsonl", "environment": folder / "world.py"}
@@ -119,7 +121,7 @@ def test_calls_that_wait_for_each_other_all_return_with_their_own_row(number: in
     gate = threading.Barrier(number)
     ones = [One(i, lambda: gate.wait(PATIENCE_S)) for i in range(number)]
     rows = [{"a": i} for i in range(number)]
-    with methods_at_once(ones, "reset", rows, 16):
+    with methods_at_once(ones, "reset", rows, Lanes(16)):
         assert [one.reset(a=i) for i, one in enumerate(ones)] == list(enumerate(rows))
     assert all("reset" not in vars(one) for one in ones)
 
@@ -127,7 +129,7 @@ def test_calls_that_wait_for_each_other_all_return_with_their_own_row(number: in
 def test_no_more_begin_than_workers_and_all_are_made_once() -> None:
     pair = threading.Barrier(2)
     ones = [One(i, lambda: pair.wait(PATIENCE_S)) for i in range(6)]  # a third would break it
-    with methods_at_once(ones, "reset", [{}] * 6, 2):
+    with methods_at_once(ones, "reset", [{}] * 6, Lanes(2)):
         assert [one.reset()[0] for one in ones] == list(range(6))
     assert [one.times for one in ones] == [1] * 6
 
@@ -136,7 +138,7 @@ def test_async_calls_wait_for_each_other_and_again_reaches_the_method() -> None:
     async def score() -> list[int]:
         gate = asyncio.Barrier(5)
         ones = [One(i, gate.wait) for i in range(5)]
-        with methods_at_once(ones, "get_reward", [{}] * 5, 5):
+        with methods_at_once(ones, "get_reward", [{}] * 5, Lanes(5)):
             first = [await one.get_reward() for one in ones]
             again = await asyncio.gather(*(one.get_reward() for one in ones))
         assert [one.times for one in ones] == [2] * 5
@@ -149,20 +151,25 @@ def test_calls_that_have_not_begun_when_the_batch_is_over_are_not_made() -> None
     """A reward that hangs, and a limit that ends the batch. The next one resets the environments."""
     begun, release = threading.Event(), threading.Event()
     ones = [One(0, lambda: (begun.set(), release.wait(PATIENCE_S))), One(1), One(2)]
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 3, 1):  # as deadline.py interrupts
-        waiting = threading.Thread(target=ones[0].reset)
+    lanes = Lanes(1)
+    with pytest.raises(KeyboardInterrupt), methods_at_once(ones, "reset", [{}] * 3, lanes):
+        waiting = threading.Thread(target=until_it_is_over, args=(ones[0].reset,))
         waiting.start()
         assert begun.wait(PATIENCE_S)
         late = ones[1].reset
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # as deadline.py interrupts
     with pytest.raises(TimeoutError, match="the batch was over"):
         late()
     release.set()
     waiting.join(PATIENCE_S)
-    while threading.active_count() > before:
+    while lanes.of(ones[0]).is_busy:
         pass
     assert [one.times for one in ones] == [1, 0, 0]
+
+
+def until_it_is_over(call: Any) -> None:
+    with suppress(TimeoutError):
+        call()
 
 
 def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -> None:
@@ -178,10 +185,10 @@ def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -
     async def first() -> Any:
         return await ones[0].get_reward()
 
-    with methods_at_once(ones, "get_reward", [{}] * 3, 1):
+    with methods_at_once(ones, "get_reward", [{}] * 3, Lanes(1)):
         asked = asyncio.run_coroutine_threadsafe(first(), loop)
         assert begun.wait(PATIENCE_S)
-    with pytest.raises(CancelledError):
+    with pytest.raises(TimeoutError, match="the batch was over"):
         asked.result(PATIENCE_S)
     ask(loop, nothing())
     assert [one.times for one in ones] == [0, 0, 0]
@@ -189,7 +196,7 @@ def test_async_calls_that_wait_when_the_batch_is_over_are_cancelled(loop: Any) -
 
 def test_an_error_is_its_rollouts_and_the_others_have_their_results() -> None:
     ones = [One(i) for i in range(3)]
-    with methods_at_once(ones, "reset", [{"bad": 1}] * 3, 4):
+    with methods_at_once(ones, "reset", [{"bad": 1}] * 3, Lanes(4)):
         assert ones[0].reset(bad=1)[0] == 0
         with pytest.raises(ValueError, match="no 1"):
             ones[1].reset(bad=1)
@@ -201,9 +208,98 @@ def test_environments_that_say_so_or_are_shared_stay_in_order() -> None:
     said._in_order = True
     ones = [said, One(1), shared, shared]
     assert in_order(ones) == {0, 2, 3}
-    with methods_at_once(ones, "reset", [{}] * 4, 4):
+    with methods_at_once(ones, "reset", [{}] * 4, Lanes(4)):
         assert ones[1].reset()[0] == 1
         assert said.times == shared.times == 0, "they wait for TRL's own call"
+        assert [ones[row].reset(row=row) for row in (0, 2, 3)] == [(0, {"row": 0}), (2, {"row": 2}), (2, {"row": 3})]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_call_in_order_that_hangs_costs_its_rollout_alone(shared: bool) -> None:
+    gate, lanes, many = threading.Event(), Lanes(2, limit_s=0.05), [One(i) for i in range(4)]
+    calls = iter(range(8))
+    ones = [many[0]] * 4 if shared else many
+    for one in many:
+        one._in_order = True
+        one.meet = lambda: next(calls) != 1 or gate.wait(PATIENCE_S)
+    with methods_at_once(ones, "reset", [{}] * 4, lanes):
+        assert [one.reset() is None for one in ones] == [False, True, False, False]
+    assert lanes.hung == {1}
+    with methods_at_once(ones, "reset", [{}] * 4, lanes):
+        assert [one.reset() is None for one in ones] == [False, True, False, False], "it still hangs"
+    gate.set()
+
+
+def test_a_method_that_is_the_objects_own_attribute_stays_one() -> None:
+    """The second batch called the class's method, because the attribute was removed with what hid it."""
+    one = One(0)
+    one.reset = lambda **row: "its own"  # type: ignore[method-assign]
+    for _ in range(2):
+        with methods_at_once([one], "reset", [{}], Lanes(2)):
+            assert one.reset() == "its own"
+
+
+class Tidy:
+    """An environment that may only be used in the thread that made it, as a SQLite connection, or a browser."""
+
+    _in_order = False
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def reset(self, **row: Any) -> str:
+        return self._mine("reset")
+
+    def tool(self) -> str:
+        self.reset()  # its own method, in the middle of a batch
+        return self._mine("tool")
+
+    def get_reward(self) -> str:
+        return self._mine("get_reward")
+
+    def _mine(self, name: str) -> str:
+        assert threading.get_ident() == self.thread != threading.main_thread().ident
+        return name
+
+
+class TidyInOrder(Tidy):
+    _in_order = True
+
+
+@pytest.mark.parametrize("limit_s", [None, PATIENCE_S])
+@pytest.mark.parametrize("kind", [Tidy, TidyInOrder])
+def test_all_calls_of_an_environment_run_in_the_thread_that_made_it(kind: type[Tidy], limit_s: float | None) -> None:
+    lanes, rows = Lanes(2, limit_s, limit_s), range(3)
+    ones = [lanes.make(kind, ordered=kind._in_order) for _ in rows]
+    for _ in range(2):
+        messages = [[asks(("tool", {}))] for _ in rows]
+        with methods_at_once(ones, "reset", [{}] * 3, lanes):
+            assert [one.reset() for one in ones] == ["reset"] * 3
+            own = [{"tool": one.tool} for one in ones]
+            found = ToolsAtOnce(own, messages, lanes, environments=ones).tools()
+            assert [of_row["tool"]() for of_row in found] == ["tool"] * 3
+        with methods_at_once(ones, "get_reward", [{}] * 3, lanes):
+            assert [one.get_reward() for _ in range(2) for one in ones] == ["get_reward"] * 6, "also when asked again"
+    assert len({one.thread for one in ones}) == (1 if kind._in_order else 3)
+
+
+def test_a_class_in_order_runs_as_the_serial_loop_in_one_thread(tmp_path: Path) -> None:
+    """A SQLite connection of the class fails in every thread but its own."""
+    serial = trained(tmp_path, 1, limits={})
+    text = (
+        WORLD_FILE.replace("import threading\n", "import sqlite3\nimport threading\n", 1)
+        .replace(
+            "    def reset(self, **row):\n",
+            "    _in_order, store = True, None\n\n    def reset(self, **row):\n"
+            "        World.store = World.store or sqlite3.connect(':memory:')\n"
+            "        World.store.execute('select 1')\n",
+        )
+        .replace("        return str((2 * a", "        World.store.execute('select 1')\n        return str((2 * a")
+    )
+    text = text.replace('self._meet("get_reward")', 'self._meet("get_reward"), World.store.execute("select 1")')
+    one_thread = trained(tmp_path, 4, text=text, limits={"environment_timeout_s": 60.0})
+    assert torch.equal(serial[0], one_thread[0]) and serial[1] == one_thread[1]
+    assert one_thread[2] == {"reset": 1, "get_reward": 1}, "one after the other"
 
 
 def test_environments_are_drawn_from_the_pools_as_trl_draws_them() -> None:
@@ -228,8 +324,10 @@ def loop() -> Any:
     made.close()
 
 
-def both(tools: list[dict[str, Any]], turns: list[dict[str, Any]], loop: Any, **limits: Any):
-    found = ToolsAtOnce(tools, [[turn] for turn in turns], loop=loop, **{"workers": 16, "limit_s": None, **limits})
+def both(
+    tools: list[dict[str, Any]], turns: list[dict[str, Any]], loop: Any, workers: int = 16, limit_s: float | None = None
+):
+    found = ToolsAtOnce(tools, [[turn] for turn in turns], Lanes(workers, limit_s), loop=loop)
     return found.tools(), found.tools(asynchronous=True)
 
 
@@ -306,18 +404,18 @@ def test_a_plain_call_that_hangs_ends_the_async_ones_of_its_rollout(loop: Any) -
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_call_that_hangs_costs_its_rollout_alone(workers: int) -> None:
-    gate, hung = threading.Event(), set[int]()
+    gate, lanes = threading.Event(), Lanes(workers, limit_s=0.05)
     ones = [One(i, gate.wait if i in (1, 2) else None) for i in range(5)]
-    with methods_at_once(ones, "reset", [{}] * 5, workers, limit_s=0.05, hung=hung):
+    with methods_at_once(ones, "reset", [{}] * 5, lanes):
         assert [one.reset() for one in ones] == [(0, {}), None, None, (3, {}), (4, {})]
-    assert hung == {1, 2}
+    assert lanes.hung == {1, 2}
     gate.set()
 
 
 def test_calls_within_their_limit_are_as_without() -> None:
-    ones, hung = [One(i) for i in range(3)], set[int]()
-    with methods_at_once(ones, "reset", [{"a": 1}] * 3, 1, limit_s=PATIENCE_S, hung=hung):
-        assert [one.reset(a=1) for one in ones] == [(i, {"a": 1}) for i in range(3)] and not hung
+    ones, lanes = [One(i) for i in range(3)], Lanes(1, limit_s=PATIENCE_S)
+    with methods_at_once(ones, "reset", [{"a": 1}] * 3, lanes):
+        assert [one.reset(a=1) for one in ones] == [(i, {"a": 1}) for i in range(3)] and not lanes.hung
 
 
 def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asyncio.AbstractEventLoop) -> None:
@@ -330,13 +428,14 @@ def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asynci
 
     async def nothing() -> None: ...
 
-    ones, hung = [One(0, nothing), One(1, stubborn), One(2, nothing)], {2}
+    ones, lanes = [One(0, nothing), One(1, stubborn), One(2, nothing)], Lanes(2, limit_s=0.05)
+    lanes.hung.add(2)
 
     async def all_of_them() -> list[Any]:
         return [await one.get_reward() for one in ones]
 
-    with methods_at_once(ones, "get_reward", [{}] * 3, 2, limit_s=0.05, hung=hung):
-        assert ask(loop, all_of_them()) == [0, None, None] and hung == {1, 2}
+    with methods_at_once(ones, "get_reward", [{}] * 3, lanes):
+        assert ask(loop, all_of_them()) == [0, None, None] and lanes.hung == {1, 2}
     loop.call_soon_threadsafe(over.set)
 
 
@@ -366,6 +465,7 @@ def test_a_reset_that_hangs_costs_one_rollout_of_the_run(tmp_path: Path, workers
     loop.trainer._calculate_rewards = rewards
     with pytest.warns(UserWarning, match=r"1 of 16 rollouts have no reward: `reset` or `get_reward`"):
         loop.train(lambda: next(stops))
-    assert seen[0] == [row == 2 for row in range(16)] and len(seen) > 1 and not any(map(any, seen[1:]))
-    one = loop.trainer.environments[2]
+    assert sum(seen[0]) == 1 and len(seen) > 1 and not any(map(any, seen[1:]))
+    assert workers > 1 or seen[0][2]
+    one = loop.trainer.environments[seen[0].index(True)]
     assert one is not type(one).left

@@ -26,9 +26,10 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.extras.openenv.client import GONE, OVER, OpenEnv, openenv_environment
-from inner.rollouts.environments_at_once import methods_at_once
+from inner.rollouts.at_once.environments import methods_at_once
+from inner.rollouts.at_once.lanes import Lanes
+from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.rollouts.rollout_states import rollout_states
-from inner.rollouts.tools_at_once import ToolsAtOnce
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.usercode.attempts import AtMostWorst
@@ -469,15 +470,16 @@ def test_sessions_wait_at_the_same_time(servers: dict[str, str], rollouts: int) 
     environments: Any = [openenv_environment(servers["waits"])() for _ in range(rollouts)]
     call = {"type": "function", "function": {"name": GOOD, "arguments": {"a": 1, "b": 2}}}
     began = time.monotonic()
-    with methods_at_once(environments, "reset", [{"mode": "steps"}] * rollouts, rollouts):
+    lanes = Lanes(rollouts, 30.0)
+    with methods_at_once(environments, "reset", [{"mode": "steps"}] * rollouts, lanes):
         for environment in environments:
             environment.reset(mode="steps")
     reset = time.monotonic()
     tools = ToolsAtOnce(
         [{GOOD: getattr(environment, GOOD)} for environment in environments],
         [[{"role": "assistant", "tool_calls": [call]}]] * rollouts,
-        workers=rollouts,
-        limit_s=30.0,
+        lanes,
+        environments=environments,
     ).tools()
     assert [of_row[GOOD](a=1, b=2) for of_row in tools] == ["3"] * rollouts
     took = time.monotonic() - reset

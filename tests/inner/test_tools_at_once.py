@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from inner.rollouts import tools_at_once
-from inner.rollouts.tools_at_once import ToolsAtOnce
+from inner.rollouts.at_once import lanes
+from inner.rollouts.at_once import tools as tools_at_once
+from inner.rollouts.at_once.tools import ToolsAtOnce
 from tests.benchmarks.bench_tools import run
 from tests.inner.test_toolworld import SMALL, small_folder
 from tests.support.tables import merge_tables
@@ -28,7 +29,7 @@ def asks(*calls: tuple[str, Any]) -> dict[str, Any]:
 
 def together(tools: list[dict[str, Any]], turns: list[dict[str, Any]], workers: int = 16, limit: float | None = None):
     messages = [[turn] for turn in turns]
-    return messages, ToolsAtOnce(tools, messages, workers=workers, limit_s=limit).tools()
+    return messages, ToolsAtOnce(tools, messages, lanes.Lanes(workers, limit)).tools()
 
 
 def test_a_whole_run_is_that_of_the_serial_loop_bit_for_bit() -> None:
@@ -141,7 +142,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 def test_an_async_call_that_ignores_its_cancellation_costs_its_rollout_and_no_more(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools_at_once, "CLEAN_S", 0.05)
+    monkeypatch.setattr(lanes, "CLEAN_S", 0.05)
 
     async def stays() -> None:
         with suppress(asyncio.CancelledError):
@@ -151,7 +152,7 @@ def test_an_async_call_that_ignores_its_cancellation_costs_its_rollout_and_no_mo
     async def quick() -> int:
         return 1
 
-    made = ToolsAtOnce([{"t": stays}, {"t": quick}], [[asks(("t", {}))]] * 2, workers=1, limit_s=0.05, loop=loop).tools(
+    made = ToolsAtOnce([{"t": stays}, {"t": quick}], [[asks(("t", {}))]] * 2, lanes.Lanes(1, 0.05), loop=loop).tools(
         asynchronous=True
     )
     late, answer = (asyncio.run_coroutine_threadsafe(of_row["t"](), loop) for of_row in made)
@@ -170,7 +171,7 @@ def test_a_tool_that_ends_the_process_has_made_an_error(loop: asyncio.AbstractEv
 
     trainer = SimpleNamespace(
         _sync_tool_dicts=[{"now": leaves}], _async_tool_dicts=[{"later": leaves_later}], environments=None,
-        tool_workers=workers, tool_limit_s=None, async_loop=loop, hung=frozenset[int](),
+        async_loop=loop, lanes=lanes.Lanes(workers) if workers > 1 else None,
     )  # fmt: skip
     tools_at_once.prepare_tools(trainer, [[asks(("now", {}), ("later", {}))]])
     with pytest.raises(RuntimeError, match=r"the tool called sys\.exit\(3\)"):
@@ -178,6 +179,22 @@ def test_a_tool_that_ends_the_process_has_made_an_error(loop: asyncio.AbstractEv
     called = asyncio.run_coroutine_threadsafe(trainer._async_tool_dicts[0]["later"](), loop)
     with pytest.raises(RuntimeError, match=r"the tool called sys\.exit\('bye'\)"):
         called.result(PATIENCE_S)
+
+
+def test_a_tool_that_hung_costs_its_rollout_in_its_own_generation() -> None:
+    """Without an environment, the same row of the next generation has nothing to do with it."""
+    release, answers = threading.Event(), iter((False, True))
+    trainer = SimpleNamespace(environments=None, async_loop=None, lanes=lanes.Lanes(1, 0.05))
+    for hangs in (True, False):
+        trainer._sync_tool_dicts = [{"t": lambda: next(answers) or release.wait(PATIENCE_S)}]
+        trainer._async_tool_dicts = [{}]
+        tools_at_once.prepare_tools(trainer, [[asks(("t", {}))]])
+        if hangs:
+            with pytest.raises(TimeoutError, match="gave no answer"):
+                trainer._sync_tool_dicts[0]["t"]()
+        else:
+            assert trainer._sync_tool_dicts[0]["t"]() is True
+    release.set()
 
 
 def test_a_tools_own_timeout_is_its_error() -> None:

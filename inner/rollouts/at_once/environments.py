@@ -1,0 +1,171 @@
+"""Run one method of all environments of a batch at the same time: `reset`, `get_reward`.
+
+    with methods_at_once(environments, "reset", rows, Lanes(workers=8)):
+        TRL's loop: environment.reset(**row)      the first call starts all rollouts' calls; each returns its own result
+
+TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method, and the
+calls run in the environments' lanes (lanes.py): plain methods there, async methods in the event loop of the caller.
+
+An environment whose rollouts depend on their order (a global random generator, one connection) declares that:
+
+    class Env:
+        _in_order = True
+
+Its calls begin when TRL's loop makes them, and so do those of an object that several rollouts share.
+
+A call without an answer after Lanes.limit_s seconds costs its rollout: it has no observation and no reward, its tools
+fail, and the next batch gets a new object in its place.  Another call begins instead.
+
+Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
+environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from inspect import iscoroutinefunction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inner.rollouts.at_once.lanes import Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order
+
+
+def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the environment that TRL will give to each row; make environments that TRL's pool lacks."""
+    names = [row.get("environment") if trainer._multi_environment else None for row in rows]
+    if trainer.environment_factories is None or not set(names) <= set(trainer.environment_factories):
+        return []
+    drawn, at = [], Counter[str | None]()
+    for name in names:
+        pool = trainer._environment_pool[name]
+        if at[name] == len(pool):
+            pool.append(trainer.environment_factories[name]())
+        drawn.append(pool[at[name]])
+        at[name] += 1
+    return drawn
+
+
+def environments_at_once(
+    trainer: Any, method: str, rows: Sequence[Mapping[str, Any]] | None
+) -> AbstractContextManager[None]:
+    """Let a batch's environments run `reset` (rows: the batch) or `get_reward` (rows: None) at once in a `with`."""
+    if rows is None:
+        environments, given = trainer.environments, [{}] * len(trainer.environments)
+    else:
+        _replace_hung(trainer)
+        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
+        environments = drawn_environments(trainer, rows)
+        given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
+    return methods_at_once(environments, method, given, trainer.lanes)
+
+
+def _replace_hung(trainer: Any) -> None:
+    """Put new objects in the place of those that hung in the last batch, or whose tool did."""
+    lanes: Lanes = trainer.lanes
+    bad = {id(trainer.environments[row]) for row in lanes.hung | lanes.hung_tools}
+    for name, pool in trainer._environment_pool.items() if bad else ():
+        for i, one in enumerate(pool):
+            if id(one) in bad:
+                lanes.forget(one)
+                pool[i] = trainer.environment_factories[name]()
+    lanes.hung.clear()
+    lanes.hung_tools.clear()
+
+
+def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
+    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: of this rank."""
+    lanes: Lanes = trainer.lanes
+    hung_B = torch.tensor([row in lanes.hung for row in range(rows)], device=rewards_B_F.device)
+    rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan
+    if lanes.hung and trainer._reward_calls is not None:
+        trainer._reward_calls.host.emit(
+            "warning",
+            f"{len(lanes.hung)} of {rows} rollouts have no reward: `reset` or `get_reward` of their environment gave "
+            f"no answer for {lanes.limit_s:g} s (inner.sampling.environment_timeout_s)",
+        )
+
+
+@contextmanager
+def methods_at_once(
+    environments: Sequence[Any], method: str, rows: Sequence[Mapping[str, Any]], lanes: Lanes
+) -> Iterator[None]:
+    """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments.
+
+    A call without an answer after lanes.limit_s returns None, and its rollout is in lanes.hung; so does each call of a
+    rollout that is there already."""
+    of_object, hidden = dict[int, deque[int]](), []
+    for row, one in enumerate(environments):
+        if hasattr(one, "__dict__") and hasattr(one, method):
+            of_object.setdefault(id(one), deque()).append(row)
+    by_kind = {kind: Workers(lanes.workers) for kind in (False, True)}  # plain and async calls
+    late = in_order(environments) | lanes.hung
+    for its_rows in of_object.values():
+        row, one = its_rows[0], environments[its_rows[0]]
+        function = getattr(one, method)
+        workers = by_kind[iscoroutinefunction(function)]
+        own = {key: value for key, value in vars(one).items() if key == method}  # an attribute of the object itself
+        vars(one)[method] = waits = _Waits(function, its_rows, lanes, lanes.of(one), workers)
+        hidden.append((vars(one), own))
+        if row not in late:
+            waits.add_early(rows[row])
+    try:
+        yield
+    finally:
+        for attributes, own in hidden:
+            attributes.pop(method, None)
+            attributes |= own
+        for workers in by_kind.values():
+            workers.close()
+
+
+class _Waits:
+    """What hides a method: it waits for the call in the environment's lane.   rows: the object's rollouts, in order."""
+
+    def __init__(
+        self, function: Callable[..., Any], rows: deque[int], lanes: Lanes, lane: Lane, workers: Workers
+    ) -> None:
+        self._function, self._rows, self._lanes, self._lane, self._workers = function, rows, lanes, lane, workers
+        self._early: WorkItem | None = None
+
+    def add_early(self, given: Mapping[str, Any]) -> None:
+        """Let the first call start with those of the other environments.   Else each call starts when it is made."""
+        self._early = WorkItem([Call(self._function, **given)], self._lanes.limit_s)
+        self._workers.add(self._lane, self._early)
+
+    def __call__(self, **given: Any) -> Any:
+        if self._lane.is_here:  # the environment calls its own method
+            return self._function(**given)
+        row = self._rows[0]
+        self._rows.rotate(-1)
+        if iscoroutinefunction(self._function):
+            return self._later(row, given)
+        if row in self._lanes.hung:
+            return None
+        item = self._started(given)
+        try:
+            return item.take(item.calls[0])
+        except NoAnswer:
+            self._lanes.hung.add(row)
+            return None
+
+    async def _later(self, row: int, given: Mapping[str, Any]) -> Any:
+        if row in self._lanes.hung:
+            return None
+        item = self._started(given, asyncio.get_running_loop())
+        try:
+            return await item.calls[0].wait()
+        except NoAnswer:
+            self._lanes.hung.add(row)
+            return None
+
+    def _started(self, given: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None = None) -> WorkItem:
+        item, self._early = self._early, None
+        if item is not None:
+            self._workers.start(loop)
+            return item
+        item = WorkItem([Call(self._function, **given)], self._lanes.limit_s, loop)  # again, or in order
+        self._lane.run(item)
+        return item

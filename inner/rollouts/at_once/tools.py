@@ -1,0 +1,155 @@
+"""Run the tool calls of one turn at the same time, in threads and tasks.
+
+    completions: every rollout whose newest message calls tools ──▶ a lane each, `workers` at once ──▶ results by row
+                                                                     └ then its async calls, tasks of TRL's event loop
+
+TRL's loop calls tools rollout by rollout.  Here the first call of a turn starts the calls of all rollouts, and each
+later call finds its result.  So tokens, masks and the order of messages are those of the serial loop.  The calls of one
+rollout stay in their order, because they share an environment, and run in its lane (lanes.py).
+
+A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
+because its environment is still busy.  The next batch has a new environment in its place.  An async call is cancelled
+instead.  A tool that calls sys.exit() has made an error, in the serial loop, too.
+
+Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
+ignores its cancellation (both are left behind); an async tool that blocks the event loop.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import iscoroutinefunction
+from typing import Any
+
+from inner.rollouts.at_once.lanes import STILL, Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order, within
+
+Tools = Mapping[str, Callable[..., Any]]
+Message = Mapping[str, Any]
+
+
+def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
+    """Make sys.exit() an error in a trainer's tools for one generation; run them in lanes if the trainer has them."""
+    synchronous, later = (
+        [{name: _without_exit(tool) for name, tool in of_row.items()} for of_row in tools]
+        for tools in (trainer._sync_tool_dicts, trainer._async_tool_dicts)
+    )
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = synchronous, later
+    if trainer.lanes is None:
+        return
+    trainer.lanes.hung_tools.clear()  # their environments have been replaced at this generation's `reset`
+    together = ToolsAtOnce(
+        [{**plain, **of_loop} for plain, of_loop in zip(synchronous, later, strict=True)],
+        completions,
+        trainer.lanes,
+        environments=trainer.environments or (),
+        loop=getattr(trainer, "async_loop", None),  # TRL makes one if there are async tools
+    )
+    trainer._sync_tool_dicts, trainer._async_tool_dicts = together.tools(), together.tools(asynchronous=True)
+
+
+class ToolsAtOnce:
+    """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
+
+    environments: each rollout's; (): it has none.   loop: runs the async tools."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tools],
+        completions: Sequence[Sequence[Message]],
+        lanes: Lanes,
+        *,
+        environments: Sequence[Any] = (),
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._tools, self._completions, self._lanes, self._loop = tools, completions, lanes, loop
+        self._in_order = in_order(environments)
+        self._lane_of = [lanes.of(one) for one in environments] or [Lane() for _ in tools]
+        self._workers = Workers(lanes.workers)
+        self._begun: dict[int, int] = {}  # rollout -> number of messages at its newest started turn
+        self._asked: dict[int, deque[tuple[WorkItem, Call]]] = {}  # rollout -> calls that the loop has not taken
+
+    def tools(self, *, asynchronous: bool = False) -> list[dict[str, Callable[..., Any]]]:
+        """Return the rollouts' tools for TRL's loop: each waits for its result.   asynchronous: the async tools."""
+        return [
+            {name: self._instead_of(tool, row) for name, tool in of_row.items() if _is_async(tool) == asynchronous}
+            for row, of_row in enumerate(self._tools)
+        ]
+
+    def _instead_of(self, tool: Callable[..., Any], row: int) -> Callable[..., Any]:
+        if row in self._in_order:
+            if _is_async(tool):
+                return lambda **given: within(self._lanes.tool_limit_s, Call(tool, **given))
+            return lambda **given: self._result(row, *self._alone(row, tool, given))
+        if _is_async(tool):
+            return lambda **_: self._next_call(row)[1].wait()
+        return lambda **_: self._result(row, *self._next_call(row))
+
+    def _alone(self, row: int, tool: Callable[..., Any], given: Mapping[str, Any]) -> tuple[WorkItem, Call]:
+        self._check_free(row)
+        item = WorkItem([Call(tool, **given)], self._lanes.tool_limit_s)
+        self._lane_of[row].run(item)
+        return item, item.calls[0]
+
+    def _next_call(self, row: int) -> tuple[WorkItem, Call]:
+        if self._begun.get(row) != len(self._completions[row]):
+            self._start_turn()
+        self._check_free(row)
+        return self._asked[row].popleft()
+
+    def _check_free(self, row: int) -> None:
+        if self._hangs(row):
+            raise NoAnswer(STILL)
+
+    def _hangs(self, row: int) -> bool:
+        return row in self._lanes.hung or row in self._lanes.hung_tools
+
+    def _result(self, row: int, item: WorkItem, call: Call) -> Any:
+        try:
+            return item.take(call)
+        except NoAnswer:
+            self._lanes.hung_tools.add(row)
+            raise
+
+    def _start_turn(self) -> None:
+        for row, messages in enumerate(self._completions):
+            asked = messages[-1].get("tool_calls") if messages and row not in self._in_order else None
+            if asked and self._begun.get(row) != len(messages):
+                self._begun[row] = len(messages)
+                calls = [*filter(None, (self._call(row, one) for one in asked))]
+                item = WorkItem(calls, self._lanes.tool_limit_s, self._loop)
+                self._asked[row] = deque((item, call) for call in calls)
+                if calls and not self._hangs(row):
+                    self._workers.add(self._lane_of[row], item)
+        self._workers.start()
+
+    def _call(self, row: int, asked: Mapping[str, Any]) -> Call | None:
+        """Return the call; None if TRL's loop does not make it: another type, unknown name, arguments without names."""
+        function = asked.get("function") if asked.get("type") == "function" else None
+        tool = self._tools[row].get(function["name"]) if function else None
+        arguments = function.get("arguments") if function else None
+        by_name = isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments)
+        return Call(tool, **arguments) if tool is not None and by_name else None  # type: ignore[arg-type]
+
+
+def _is_async(tool: Callable[..., Any]) -> bool:
+    return iscoroutinefunction(tool)
+
+
+def _without_exit(tool: Callable[..., Any]) -> Callable[..., Any]:
+    if not iscoroutinefunction(tool):
+        return _exit_is_error()(tool)
+
+    async def later(**arguments: Any) -> Any:
+        with _exit_is_error():
+            return await tool(**arguments)
+
+    return later
+
+
+@contextmanager
+def _exit_is_error() -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"the tool called sys.exit({end.code!r})") from end
