@@ -15,6 +15,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ def read_script(
         )
     files = dict(_named(base, siblings, arguments, more))
     ignored = _left_out(base, files, [os.path.normpath(one) for one in more])
-    unsent = {one: f"which git ignores; --file {one} sends it" for one in ignored}
+    unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
     unsent |= {one: SECRET_STAYS for one in files if is_secret(one)}
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
@@ -227,7 +228,7 @@ def _notes(
     for one in sorted({*arguments, *strings}):
         if _is_folder_here(one) and not any(f.startswith(f"{Path(one)}/") for f in files):
             by = "an argument" if one in arguments else "the code"
-            yield f"does not send the folder {one}, which {by} names; --file {one} sends it"
+            yield f"does not send the folder {one}, which {by} names; --file {shlex.quote(one)} sends it"
     for one in arguments:
         if one.partition("=")[0] in OPTIONS:
             yield f"{one} stands behind the script, which gets it; an option of `diloco launch` stands before it"

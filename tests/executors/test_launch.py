@@ -19,6 +19,7 @@ from transformers import Qwen2ForCausalLM
 from diloco.process import exitcodes
 from diloco.run.config import FleetConfig
 from diloco.run.record import read_run
+from diloco.run.script import Script
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import SessionSummary, apply_event
 from executors.cli.starting import launch
@@ -98,6 +99,13 @@ def test_what_an_argument_names_is_sent_too(folder: Path) -> None:
         "does not send the folder data, which an argument names; --file data sends it",
         "does not send the folder model, which the code names; --file model sends it",
     ]
+
+
+def test_a_name_in_a_command_that_a_note_tells_is_quoted(folder: Path) -> None:
+    (folder / "my data").mkdir()
+    (folder / "my data" / "rows.jsonl").write_text("{}")
+    assert read("train.py", "my data").notes[-1].endswith("; --file 'my data' sends it")
+    assert str(Script("pkg.train", ("a b",), is_module=True)) == "-m pkg.train 'a b'"
 
 
 def test_a_file_or_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
@@ -319,8 +327,10 @@ def test_a_script_that_fails_after_its_training_is_told_and_everywhere_it_is_a_f
         apply_event(sessions, {"event": "crashed", "error": "ValueError: no rows", **at})
         apply_event(sessions, {"event": "lost", "exit_code": 1, **at})
     monkeypatch.setattr(launch, "Reader", lambda *_: Mock(refresh=lambda: Mock(sessions=[*sessions.values()])))
-    ended = launch.end_of(Mock(url="runs/x"), Outcome(0, "all is committed"))
+    run = Mock(url="runs/x", **{"config.script": Script("my train.py", ("--name", "a b"))})
+    ended = launch.end_of(run, Outcome(0, "all is committed"))
     assert ended.code == code and told in ended.text and ("ValueError: no rows" in ended.text) == bool(told)
+    assert ("DILOCO_RUN=runs/x python 'my train.py' --name 'a b'`" in ended.text) == bool(told)
     assert [x.end for x in sessions.values()].count("done, then failed") == len(failing.split())
 
 
