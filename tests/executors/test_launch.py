@@ -224,10 +224,43 @@ def test_a_module_travels_with_what_it_imports_from_its_package(folder: Path) ->
         "json/__init__.py": "", "unused.py": "",
     }.items():  # fmt: skip
         (folder / name).write_text(text)
-    package = {f"pkg/{name}.py" for name in ("__init__", "train", "alone", "deep/rows")}
+    package = {f"pkg/{name}.py" for name in ("__init__", "train", "deep/rows")}
     assert set(read("pkg.train", is_module=True).config.files) == {*package, "helper.py", "other/words.py", "large.bin"}
     alone = set(read("pkg.alone", is_module=True).config.files)
     assert alone == {"pkg/__init__.py", "pkg/alone.py", "helper.py"}
+
+
+def test_of_its_own_package_a_module_takes_only_what_it_imports(folder: Path) -> None:
+    """Before: `from . import data` took the whole package, and was refused for a module of secrets in it."""
+    for name, text in {
+        "__init__": "", "train": "# DiLoCoCallback\nfrom . import data\nfrom .. import above\n",
+        "data": "from .deep import rows\nimport pkg.words.all\n", "deep/__init__": "", "deep/rows": "",
+        "words/all": "from ..kinds import *\n", "kinds": "", "unused": "", "prod_secrets": "",
+    }.items():  # fmt: skip
+        (folder / "pkg" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (folder / "pkg" / f"{name}.py").write_text(text)
+    needed = ("__init__", "train", "data", "deep/__init__", "deep/rows", "words/all", "kinds")
+    assert set(read("pkg.train", is_module=True).config.files) == {f"pkg/{name}.py" for name in needed}
+    assert "pkg/unused.py" in read("pkg.train", is_module=True, more=("pkg/unused.py",)).config.files
+
+
+def test_a_link_s_data_is_that_of_the_current_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python link.py` reads it.   Before: only files beside the link's target were sent; --file refused others."""
+    work = tmp_path_factory.mktemp("work")
+    monkeypatch.chdir(work)
+    Path("train.py").symlink_to(folder / "train.py")
+    Path("helper.py").write_text("raise SystemExit\n")  # Python finds the one beside the target
+    Path("rows.json").write_text("[]")
+    Path("more.txt").write_text("")
+    with (folder / "train.py").open("a") as script:
+        script.write("\nTEXTS = 'helper.py', 'large.bin'\n")
+    found = read("train.py", more=("more.txt",)).config.files
+    assert found == {
+        "train.py": folder / "train.py", "helper.py": folder / "helper.py", "rows.json": work / "rows.json",
+        "large.bin": folder / "large.bin", "more.txt": work / "more.txt",
+    }  # fmt: skip
 
 
 def test_a_script_or_module_that_is_a_link_travels_by_the_name_that_python_uses(
