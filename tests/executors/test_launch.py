@@ -28,7 +28,8 @@ from executors.preflight.run_url import UsageError
 from executors.preflight.script import Gathered, packages_of, read_script
 from executors.preflight.secret_names import is_secret
 from executors.supervision.supervisor import FAILED, Outcome
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.ranks import children_of
 
@@ -341,6 +342,18 @@ def test_a_dry_run_says_what_it_would_send_and_starts_nothing(folder: Path) -> N
     assert done.returncode == 0 and not (folder / "runs").exists()
     assert "sends helper.py, rows.json, train.py" in done.stderr
     assert "r01: " in done.stdout and done.stdout.endswith("nothing was started\n")
+
+
+def test_a_dry_run_refuses_where_the_launch_would(folder: Path) -> None:
+    """Before: the dry run said what it would start there."""
+    (folder / "photos").mkdir()
+    (folder / "photos" / "one.jpg").write_text("")
+    lost = open_store(f"file://{folder}/lost")
+    write_control(lost, SystemClock(), replicas=1)
+    for url, told in (("photos", "photos holds one.jpg"), ("lost", "run.json has vanished, though control/000000")):
+        for dry_run in ([], ["--dry-run"]):
+            done = diloco("launch", *dry_run, "--yes", "--run", url, "train.py", "20")
+            assert done.returncode == exitcodes.USER_ERROR and told in done.stderr
 
 
 # -------------------------------------------------------------------- the end of a script
