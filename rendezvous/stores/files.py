@@ -113,17 +113,14 @@ class FileStore:
     def list(self, prefix: str) -> list[str]:
         folder = plain_prefix(prefix).rpartition("/")[0]
         found: list[str] = []
-        with (
-            self._as_store_errors("list", prefix),
-            suppress(FileNotFoundError),
-            self._open_folder(f"{folder}/x".lstrip("/")),
-        ):
-            pass  # raises an error if a part of it is a link
-        for path, folders, files in os.walk(os.path.join(self._folder, folder)):
-            if ".tmp" in folders:
-                folders.remove(".tmp")
-            below = path[len(self._folder) :].strip("/")
-            found += [f"{below}/{name}" for name in files] if below else files
+        with self._as_store_errors("list", prefix):
+            with suppress(FileNotFoundError), self._open_folder(f"{folder}/x".lstrip("/")):
+                pass  # raises an error if a part of it is a link
+            for path, folders, files in os.walk(os.path.join(self._folder, folder), onerror=_unless_gone):
+                if ".tmp" in folders:
+                    folders.remove(".tmp")
+                below = path[len(self._folder) :].strip("/")
+                found += [f"{below}/{name}" for name in files] if below else files
         return sorted(k for k in found if k.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -234,11 +231,17 @@ class FileStore:
 
                 raise StoreRefused(f"cannot {verb} {self.url}/{key}: {link_words(self.root)}") from error
             if error.errno in _READ_ONLY:
-                raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
+                how = "readable for this user" if verb in ("read", "list") else "writable"
+                raise StoreReadOnly(f"{where}. Make the folder {how}, or use another one") from error
             if error.errno in _FULL:
                 self._spares.drop_all()
                 raise StoreFull(f"{where}. Free some space on that disk") from error
             raise StoreUnclear(where) from error
+
+
+def _unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _open_subfolder(folder: int, part: str, make: bool) -> int:
