@@ -360,23 +360,30 @@ def test_a_dry_run_refuses_where_the_launch_would(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "code", "told"), [("", 0, ""), ("r01", 0, "failed in r01 (exit"), ("r00 r01", FAILED, "in r00, r01 (")]
-)
+    ("failing", "repeated", "code", "told"),
+    [
+        ("", "", 0, ""), ("r01", "", 0, "failed in r01 (exit"), ("r00 r01", "", FAILED, "in r00, r01 ("),
+        ("r00 r01", "r00", 0, ""), ("r00 r01", "r03", 0, ""),
+    ],
+)  # fmt: skip
 def test_a_script_that_fails_after_its_training_is_told_and_everywhere_it_is_a_failure(
-    failing: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+    failing: str, repeated: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: `diloco launch` ended with 0 and without a word, though no replica had saved its model."""
+    """Before: `diloco launch` ended with 0 and without a word, though no replica had saved its model; a failure was
+    told for ever, though you had repeated the script's last part."""
     sessions = {(slot, 1): SessionSummary(slot, 1, 7, "here", 0.0, how="done") for slot in ("r00", "r01")}
     sessions |= {("r02", 1): SessionSummary("r02", 1, 7, "here", 0.0, how="left")}
     for slot in failing.split():
         at = {"slot": slot, "generation": 1, "at": 2.0}
         apply_event(sessions, {"event": "crashed", "error": "ValueError: no rows", **at})
         apply_event(sessions, {"event": "lost", "exit_code": 1, **at})
+    sessions |= {(slot, 2): SessionSummary(slot, 2, 7, "here", 3.0, how="done") for slot in repeated.split()}
     monkeypatch.setattr(launch, "Reader", lambda *_: Mock(refresh=lambda: Mock(sessions=[*sessions.values()])))
     run = Mock(url="runs/x", **{"config.script": Script("my train.py", ("--name", "a b"))})
     ended = launch.end_of(run, Outcome(0, "all is committed"))
     assert ended.code == code and told in ended.text and ("ValueError: no rows" in ended.text) == bool(told)
-    assert ("DILOCO_RUN=runs/x python 'my train.py' --name 'a b'`" in ended.text) == bool(told)
+    again = f"DILOCO_RUN=runs/x DILOCO_SLOT={failing[:3]} python 'my train.py' --name 'a b'`"
+    assert (again in ended.text) == bool(told)
     assert [x.end for x in sessions.values()].count("done, then failed") == len(failing.split())
 
 
