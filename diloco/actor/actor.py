@@ -34,7 +34,7 @@ from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
-from diloco.process.processes import forget_launcher
+from diloco.process.ranks import forget_launcher
 from diloco.process.session import Session, SessionHost, process_fields
 from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
 from diloco.run.combinations import refuse_actors, refuse_engine, staleness_of

@@ -36,7 +36,7 @@ from diloco.outer.frozen import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
-from diloco.process.processes import forget_launcher
+from diloco.process.ranks import forget_launcher
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of

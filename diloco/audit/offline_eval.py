@@ -16,7 +16,7 @@ from diloco.model.export import model_record, put_into, start_folder, state_at
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
-from diloco.process.processes import forget_launcher
+from diloco.process.ranks import forget_launcher
 from diloco.replica.evaluation import Scorer, score_prompts
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import ModelRecord, Run

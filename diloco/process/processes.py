@@ -30,9 +30,6 @@ MARKS = "diloco-runs"
 SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
            "HF_S3_ENDPOINT", "MODAL_ENVIRONMENT")  # fmt: skip
 
-LAUNCHER = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"}
-LAUNCHERS = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
-
 _lock = threading.Lock()
 _held: dict[int, tuple[int, set[bytes]]] = {}  # this process's pid -> its file, and the marks in it
 
@@ -50,13 +47,6 @@ def host_words(host: str) -> str:
 def device_name() -> str:
     """Return the name of this process's device, "" if the launcher did not set it (platforms/machine/gpu.py)."""
     return os.environ.get(DEVICE_ENV, "")
-
-
-def forget_launcher() -> None:
-    """Remove the variables by which torchrun, mpirun or srun tells this process that it is one of several."""
-    if found := [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)]:
-        for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
 
 
 def process_name(pid: int) -> str:

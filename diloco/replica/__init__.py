@@ -3,6 +3,8 @@
 import argparse
 import os
 
+LAUNCHED = {"WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_PROCID"}
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.replica", description="Run one replica of a run.")
@@ -11,12 +13,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
     parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
     asked = parser.parse_args(argv)
-    if asked.devices > 1 or (os.environ.get("WORLD_SIZE") or "1") != "1":
+    if asked.devices > 1 or LAUNCHED & os.environ.keys():  # a launcher's, such as torchrun's and mpirun's
         from diloco.replica.ranks import run_ranks
 
         return run_ranks(asked.url, asked.slot, parent=asked.parent, devices=asked.devices)
-    from diloco.process.processes import forget_launcher
     from diloco.replica.replica import run_member, train_or_run_script
 
-    forget_launcher()
     return run_member(asked.url, asked.slot, train_or_run_script, parent=asked.parent)

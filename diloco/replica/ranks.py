@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
-from diloco.process.processes import DEVICE_ENV, forget_launcher
-from diloco.process.ranks import END_S, SETTLE_S, Followers, tell_leader, told_twice
+from diloco.process.processes import DEVICE_ENV
+from diloco.process.ranks import END_S, SETTLE_S, Followers, forget_launcher, tell_leader, told_twice
 from diloco.process.session import Session, SessionHost
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
@@ -60,11 +60,13 @@ class Job:
 
 
 def run_ranks(url: str, slot: str, *, parent: str, devices: int) -> int:
-    """Be rank 0 of a replica, from its first line to its end. Return the exit code."""
+    """Be rank 0 of a replica, from its first line to its end. Return the exit code.   devices: 1 under a launcher."""
     if why := told_twice(devices):
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     forget_launcher()
+    if devices == 1:
+        return replica.run_member(url, slot, replica.train_or_run_script, parent=parent)
     if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
         os.environ[DEVICE_ENV] = f"{devices} × {name}"  # the name in the run's log and in its GPU-hours
     followers = Followers(devices, follow)

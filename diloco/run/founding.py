@@ -64,7 +64,7 @@ def open_run(
     for setting, body in files.items():
         put_once(store, clock, mine.files[setting]["key"], body)
     if store.get(layout.RUN) is None:
-        refuse_headless(store, BEGUN)
+        refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *TRAINED))
     won, stands, mine = found_run(store, clock, mine, lambda: _sized_codec(config, store, clock))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     if parent is not None and parent != stands.parent:
@@ -98,7 +98,6 @@ def found_run(
 
 
 TRAINED = (layout.commit_key(0), layout.snapshot_key(0))
-BEGUN = (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *TRAINED)
 
 
 def refuse_headless(store: Store, later: Iterable[str]) -> None:

@@ -43,7 +43,6 @@ class Script:
         return cls(str(raw["path"]), is_module=bool(raw.get("is_module")), **lists)
 
     def __str__(self) -> str:
-        """Return the script as you would type it behind `python`."""
         return shlex.join([*["-m"] * self.is_module, self.path, *self.arguments])
 
 

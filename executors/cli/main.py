@@ -38,7 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     survive_lost_output("stderr")  # the exit code stays, and is what a program reads
     try:
-        args = _parsed(words)
+        try:
+            args = make_parser(words).parse_args(words)
+        finally:  # also after a help text
+            print_plainly()
+            sys.stdout.flush()
         args.judge = command
         if args.command == "stop":
             survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
@@ -60,15 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         text, code = explain_error(error)
         print(f"diloco {words[0]}: {text}", file=sys.stderr)
         return code
-
-
-def _parsed(words: list[str]) -> Namespace:
-    """Return the parsed words.   Raises SystemExit after a help text, and OSError for one that cannot be written."""
-    try:
-        return make_parser(words).parse_args(words)
-    finally:
-        print_plainly()
-        sys.stdout.flush()
 
 
 def split_command(argv: Iterable[str]) -> tuple[list[str], list[str]]:

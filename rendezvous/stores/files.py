@@ -116,11 +116,13 @@ class FileStore:
         with self._as_store_errors("list", prefix):
             with suppress(FileNotFoundError), self._open_folder(f"{folder}/x".lstrip("/")):
                 pass  # raises an error if a part of it is a link
-            for path, folders, files in os.walk(os.path.join(self._folder, folder), onerror=_unless_gone):
-                if ".tmp" in folders:
-                    folders.remove(".tmp")
+            errors = list[OSError]()
+            for path, folders, files in os.walk(os.path.join(self._folder, folder), onerror=errors.append):
+                folders[:] = [name for name in folders if name != ".tmp"]
                 below = path[len(self._folder) :].strip("/")
                 found += [f"{below}/{name}" for name in files] if below else files
+            if closed := [error for error in errors if not isinstance(error, FileNotFoundError | NotADirectoryError)]:
+                raise closed[0]
         return sorted(k for k in found if k.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -237,11 +239,6 @@ class FileStore:
                 self._spares.drop_all()
                 raise StoreFull(f"{where}. Free some space on that disk") from error
             raise StoreUnclear(where) from error
-
-
-def _unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def _open_subfolder(folder: int, part: str, make: bool) -> int:

@@ -22,7 +22,7 @@ from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
-from diloco.process import exitcodes, processes
+from diloco.process import exitcodes
 from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main, replica
@@ -282,7 +282,7 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LEFT = {
     "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": "1",
-    "SLURM_NTASKS": "4", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500",
 }  # fmt: skip
 
 
@@ -316,7 +316,7 @@ def test_an_address_without_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) ->
     for name in LEFT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", "29500")
-    processes.forget_launcher()
+    module.forget_launcher()
     assert os.environ["MASTER_PORT"] == "29500"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diloco.process import exitcodes
 from diloco.run.config import RunConfig
-from diloco.run.founding import BEGUN, refuse_another, refuse_fewer_steps, refuse_headless, refuse_nested
+from diloco.run.founding import TRAINED, refuse_another, refuse_fewer_steps, refuse_headless, refuse_nested
 from executors.cli.answers import Answer
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import both_records
@@ -60,7 +60,7 @@ def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
     is_new, is_trained = store.get(layout.RUN) is None, store.get(layout.commit_key(0)) is not None
     if is_new:
         run_url.refuse_foreign_files(url)
-        refuse_headless(store, BEGUN)
+        refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *TRAINED))
         refuse_nested(store.url)
     if is_new or (config.script is not None and not is_trained):  # `launch` founds a corrected script again
         return []
