@@ -34,9 +34,8 @@ from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
+from diloco.process.ranks import forget_launcher
 from diloco.process.session import Session, SessionHost, process_fields
-from diloco.replica import LAUNCHED
-from diloco.replica.ranks import forget_launcher
 from diloco.replica.replica import leave_now, open_patiently, run_member, share_of, too_late, wait_for_model
 from diloco.run.combinations import refuse_actors, refuse_engine, staleness_of
 from diloco.run.config import ConfigError, derive_seed
@@ -235,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx[:MODEL] or transformers (default: fleet.actor_engine)",
     )  # fmt: skip
     typed = parser.parse_args(argv)
-    forget_launcher(LAUNCHED)
+    forget_launcher()
     if typed.slot:
         return run_member(typed.url, typed.slot, act_in_session, parent=typed.parent)
     try:

@@ -302,7 +302,7 @@ def _replay(run: Run, found: Sequence[Counterfactual], first: int, last: int) ->
     chain = Chain(store, 2)
     for t in range(first, last):
         if (commit := chain.read(t)) is None:
-            raise ChainBroken(LostCommit(t, last, f"θ of step {last}").in_words())
+            raise ChainBroken(LostCommit(t, last, f"θ_{last}").in_words())
         fragment = t % rules.fragments
         with_all, touched = _split(found, commit)
         if with_all:

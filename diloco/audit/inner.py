@@ -36,6 +36,7 @@ from diloco.outer.frozen import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
+from diloco.process.ranks import forget_launcher
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
@@ -107,6 +108,7 @@ class Recomputed:
 
 def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
     """Compute the pseudogradients of all sessions again, and compare.   tell: called with each session's name."""
+    forget_launcher()
     found = Recomputed()
     outer = run.config.outer
     if run.config.script is not None or outer.fragments > 1 or outer.fragment_sync_delay:

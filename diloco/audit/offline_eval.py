@@ -16,6 +16,7 @@ from diloco.model.export import model_record, put_into, start_folder, state_at
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
+from diloco.process.ranks import forget_launcher
 from diloco.replica.evaluation import Scorer, score_prompts
 from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import ModelRecord, Run
@@ -57,6 +58,7 @@ class OfflineScorer:
         cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
     ) -> "OfflineScorer":
         """Build a scorer of the run's θ.   folder: empty, for code and start model; keep it as long as the scorer."""
+        forget_launcher()
         config = _settings(run, prompts, samples)
         inner = run.config.inner
         files = fetch_files(run, folder / "code")

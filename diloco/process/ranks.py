@@ -33,6 +33,8 @@ from diloco.process import exitcodes
 from diloco.process.processes import describe_exit
 from diloco.process.signals import asking_signals, hear_asking
 
+LAUNCHER = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"}
+LAUNCHERS = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
 EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
@@ -223,6 +225,13 @@ def _end_with_parent() -> None:
         wait([parent.sentinel])
         shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time for it
         os._exit(exitcodes.CRASHED)
+
+
+def forget_launcher() -> None:
+    """Remove the variables by which torchrun, mpirun or srun tells this process that it is one of several."""
+    if found := [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)]:
+        for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
 
 
 def told_twice(count: int, environ: Mapping[str, str] = os.environ) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-LAUNCHED = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}
+LAUNCHED = {"WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_PROCID"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.devices > 1 or LAUNCHED & os.environ.keys():  # a launcher's, such as torchrun's and mpirun's
         from diloco.replica.ranks import run_ranks
 
-        return run_ranks(asked.url, asked.slot, parent=asked.parent, devices=asked.devices, inherited=LAUNCHED)
+        return run_ranks(asked.url, asked.slot, parent=asked.parent, devices=asked.devices)
     from diloco.replica.replica import run_member, train_or_run_script
 
     return run_member(asked.url, asked.slot, train_or_run_script, parent=asked.parent)

@@ -18,7 +18,7 @@ Not promised: a log of the other ranks' rollouts; several hosts.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco.process import exitcodes
 from diloco.process.processes import DEVICE_ENV
-from diloco.process.ranks import END_S, SETTLE_S, Followers, tell_leader, told_twice
+from diloco.process.ranks import END_S, SETTLE_S, Followers, forget_launcher, tell_leader, told_twice
 from diloco.process.session import Session, SessionHost
 from diloco.replica import replica
 from diloco.replica.rank_faults import rank_fault
@@ -59,15 +59,14 @@ class Job:
     before: int
 
 
-def run_ranks(url: str, slot: str, *, parent: str, devices: int, inherited: Iterable[str]) -> int:
-    """Be rank 0 of a replica, from its first line to its end. Return the exit code.
-
-    inherited: variables of a launcher, which a replica of one process does not read."""
+def run_ranks(url: str, slot: str, *, parent: str, devices: int) -> int:
+    """Be rank 0 of a replica, from its first line to its end. Return the exit code.   devices: 1 under a launcher."""
     if why := told_twice(devices):
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
+    forget_launcher()
     if devices == 1:
-        return replica.run_member(url, slot, partial(_act_alone, inherited), parent=parent)
+        return replica.run_member(url, slot, replica.train_or_run_script, parent=parent)
     if (name := os.environ.get(DEVICE_ENV, "cpu")) != "cpu":
         os.environ[DEVICE_ENV] = f"{devices} × {name}"  # the name in the run's log and in its GPU-hours
     followers = Followers(devices, follow)
@@ -78,19 +77,6 @@ def run_ranks(url: str, slot: str, *, parent: str, devices: int, inherited: Iter
     finally:
         followers.end(END_S if code in (exitcodes.DONE, exitcodes.LEFT) else 0.0)
     return code
-
-
-def _act_alone(inherited: Iterable[str], run: Run, session: Session) -> int:
-    """Be a replica of one process that has inherited a launcher's variables.   A script may need them itself."""
-    if run.config.script is None:
-        forget_launcher(inherited)
-    return replica.train_or_run_script(run, session)
-
-
-def forget_launcher(variables: Iterable[str]) -> None:
-    """Remove a launcher's variables, with which accelerate and torch would wait for other processes."""
-    for name in variables:
-        os.environ.pop(name, None)
 
 
 # -------------------------------------------------------------------- rank 0

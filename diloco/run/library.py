@@ -10,6 +10,7 @@
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -17,7 +18,7 @@ from typing import Any, cast
 
 from diloco.process.session import Session, process_fields
 from diloco.run.config import OuterError
-from diloco.run.founding import TRAINED, found_run, refuse_another, refuse_headless
+from diloco.run.founding import TRAINED, found_run, is_finished, refuse_another, refuse_headless
 from diloco.run.record import RunRecord, current_url, decode_run, with_script
 from diloco.run.script import Script
 from rendezvous import layout
@@ -29,8 +30,8 @@ from rendezvous.stores.open import open_store
 from rendezvous.stores.run_key import run_key, under_key
 
 AUTO = "auto"  # in place of a slot: a free one
-LAUNCHED: dict[str, Session] = {}  # the run's URL -> the session of the process that runs a user's script for it
-FINISHED = set[str]()  # the URLs of runs that a DiLoCoCallback of this process has trained in to the end
+LAUNCHED: dict[str, Session] = {}  # one_spelling(URL) -> the session of the process that runs a user's script for it
+OPENED = set[str]()  # one_spelling(URL) of runs in which this process has opened a session by itself
 
 
 def open_session(
@@ -40,8 +41,12 @@ def open_session(
 
     desired: replicas, min_replicas and steps of a new run.   settings: of Session, unless `diloco launch` set them.
     """
-    if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
-        return held
+    if isinstance(run, str):
+        if (held := launched_session(run, slot, desired["steps"])) is not None:
+            return held
+        refuse_second(run)
+        if not run.startswith("memory://"):  # replicas of such a run are all in this process
+            OPENED.add(one_spelling(run))
     store = under_key(open_store(current_url(run)) if isinstance(run, str) else run, clock, run_key())
     slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
     ensure_slot(store, clock, slot, **desired)
@@ -53,7 +58,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 
     steps: outer steps that the script asks for, used if the operator has asked for none.
     """
-    session = LAUNCHED.get(url)
+    session = LAUNCHED.get(one_spelling(url))
     if session is None or slot not in (AUTO, session.rv.slot):
         return None
     refuse_second(url)
@@ -63,15 +68,26 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 
 
 def refuse_second(url: str) -> None:
-    """Raise OuterError if this process has already trained in the run."""
-    session = LAUNCHED.get(url)
+    """Raise OuterError if this process has already trained in the run, to its end if you started the process."""
+    session = LAUNCHED.get(one_spelling(url))
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
-    if has_trained or url in FINISHED:
+    if has_trained or (one_spelling(url) in OPENED and _has_ended(url)):
         raise OuterError(
             f"this process has already trained in {url}, and a run has one training: a second one would get the run's "
             "weights and take no step. Write a script of its own for it, with another run; `diloco export` writes this "
             "run's model for that script"
         )
+
+
+def one_spelling(url: str) -> str:
+    """Return the same URL for `./run`, `run/`, a link to it and `file:///…/run`."""
+    scheme, _, path = (found := open_store(url).url).partition("://")
+    return f"file://{os.path.realpath(path)}" if scheme == "file" else found
+
+
+def _has_ended(url: str) -> bool:
+    store = under_key(open_store(current_url(url)), SystemClock(), run_key())
+    return is_finished(store, read_control(store))
 
 
 def ensure_slot(

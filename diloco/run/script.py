@@ -9,6 +9,7 @@ Readers take both as one record, so H, codec and other settings are in the same 
 Not promised: that two sessions of a script do the same; its arguments and files are the same bytes for all.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -42,7 +43,7 @@ class Script:
         return cls(str(raw["path"]), is_module=bool(raw.get("is_module")), **lists)
 
     def __str__(self) -> str:
-        return " ".join([f"-m {self.path}" if self.is_module else self.path, *self.arguments])
+        return shlex.join([*["-m"] * self.is_module, self.path, *self.arguments])
 
 
 @dataclass(frozen=True)

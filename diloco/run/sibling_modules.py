@@ -1,7 +1,7 @@
 """Collect modules that the user's code imports from its own folder into one .zip, which the run stores like the code.
 
     rewards.py: import helpers ──▶ helpers.py beside it, and its imports ──▶ ~/.cache/diloco/…/modules.zip
-    python -m package.train: its imports from the package's folder, also `from .helpers import …`
+    python -m package.train: its imports from the package's folder; of its own package, only modules that it imports
     a replica: puts the .zip first on sys.path before it runs the code (inner/usercode/userfiles.py)
 
 Installed packages and Python's own modules are left out.  Equal files give equal bytes.
@@ -26,7 +26,8 @@ WHEN = (1980, 1, 1, 0, 0, 0)  # time of each file in the .zip: the earliest poss
 def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     """Return name in the .zip -> file, for the modules of a folder that `code` imports, also indirectly.
 
-    folder: the one that has the code's package, for `python -m package.code`; None: the code's own folder."""
+    folder: the one that has the code's package, for `python -m package.code`; None: the code's own folder.
+    Of that package, only the modules that are imported; of another one, all."""
     folder = folder or code.parent
     own = code.relative_to(folder).parts[0]  # its package; without one, the file
     packages = [p / "__init__.py" for p in code.parents if p != folder and p.is_relative_to(folder)]
@@ -34,7 +35,7 @@ def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     new = [code, *found.values()]
     while new:
         for name in sorted(set(_imported(new.pop(), folder))):
-            for path in _files_of(folder, name, is_own=name == own):
+            for path in _files_of(folder, name, own):
                 if (inside := path.relative_to(folder).as_posix()) not in found and path != code:
                     found[inside] = path
                     new.append(path)
@@ -63,23 +64,29 @@ def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
 
 
 def _imported(code: Path, folder: Path) -> Iterator[str]:
-    """Yield the first parts of all names that a file imports; its own package for `from . import …`."""
+    """Yield the full names of all modules that a file imports, and of those that `from … import` may mean."""
     try:
         tree = ast.parse(code.read_bytes())
     except (SyntaxError, ValueError):  # the pre-flight check reports it
         return
+    package = code.relative_to(folder).parent.parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            inside = code.relative_to(folder).parts[0]
-            yield (node.module or "").partition(".")[0] if node.level == 0 else inside
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level <= len(package):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
-def _files_of(folder: Path, name: str, *, is_own: bool) -> list[Path]:
-    """Return the files of a module or package in this folder; [] for other names.   is_own: it has the code itself."""
-    package, module = folder / name, folder / f"{name}.py"
-    if not (module.is_file() or package.is_dir()) or (not is_own and _is_installed(name, folder)):
+def _files_of(folder: Path, name: str, own: str) -> list[Path]:
+    """Return the files of a module in this folder, of another package than `own` all files; [] for other names."""
+    parts = name.split(".")
+    if parts[0] == own:
+        stems = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
+        return [p for stem in stems for p in (stem / "__init__.py", stem.parent / f"{stem.name}.py") if p.is_file()]
+    package, module = folder / parts[0], folder / f"{parts[0]}.py"
+    if not (module.is_file() or package.is_dir()) or _is_installed(parts[0], folder):
         return []
     return sorted(p for p in package.rglob("*.py") if p.is_file()) or ([module] if module.is_file() else [])
 

@@ -39,13 +39,13 @@ class LostCommit:
 
     def in_words(self) -> str:
         return (
-            f"commit {self.step} is missing, though {self.witness} is of step {self.reached}. No run deletes "
+            f"commit {self.step} is missing, though {self.witness} shows step {self.reached} reached. No run deletes "
             "commits: the bucket was edited, or lost objects; restore it from a backup"
         )
 
 
 def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS) -> LostCommit | None:
-    """Return the first lost commit; None if no commit is lost.
+    """Return the first lost commit; None if no commit is lost.   A run over a lighthouse writes none, so it lost none.
 
     head: commits below it were read, now or by an earlier look; `folders` with all of steps/ shows whether they stand.
     """
@@ -54,21 +54,23 @@ def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS
     known = listed if layout.STEPS in folders else range(head)
     reached, witness = newest_witness(store, keys, 0 if layout.STEPS in folders else head)
     missing = (t for t in range(reached) if t not in known and store.get(layout.commit_key(t)) is None)
-    return next((LostCommit(t, reached, witness) for t in missing), None)
+    lost = next((LostCommit(t, reached, witness) for t in missing), None)
+    return lost if lost is not None and writes_commits(store) else None
 
 
 def refuse_lost(store: Readable, head: int, folders: Iterable[str] = ()) -> None:
     """Raise ChainBroken if a record shows that the run has passed `head`, the first step without a commit.
 
-    folders: to list; by default those that are short.   A run over a lighthouse writes no commits, so it lost none."""
+    folders: to list; by default those that are short."""
     folders = folders or (layout.SNAPSHOTS, layout.LEAVES, layout.offers_prefix(head + 1))
-    if (lost := lost_commit(store, head, folders)) is not None and _writes_commits(store):
+    if (lost := lost_commit(store, head, folders)) is not None:
         raise ChainBroken(lost.in_words())
 
 
-def _writes_commits(store: Readable) -> bool:
+def writes_commits(store: Readable) -> bool:
+    """Whether the run's outer steps are commits, and not a lighthouse's."""
     body = store.get(layout.RUN)
-    return body is None or is_in_bucket(decode_run("this run", body).config)
+    return body is None or is_in_bucket(decode_run(store.url, body).config)
 
 
 def is_in_bucket(config: Mapping[str, Any]) -> bool:

@@ -41,7 +41,7 @@ from diloco.process import exitcodes
 from diloco.process.session import Session
 from diloco.process.signals import asking_signals, hear_asking
 from diloco.run.config import OuterError
-from diloco.run.library import AUTO, FINISHED, LAUNCHED, first_replicas, refuse_second
+from diloco.run.library import AUTO, LAUNCHED, first_replicas, one_spelling, refuse_second
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rollouts import calling_trainer, log_rollouts
 from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words
@@ -177,8 +177,6 @@ class DiLoCoCallback(TrainerCallback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         early = self.asked_to_go and not self.manager.done
-        if self.manager.done:
-            FINISHED.add(self.run)
         loop.__exit__(Leaving if early else None, None, None)
         if not early:
             return
@@ -203,12 +201,12 @@ class DiLoCoCallback(TrainerCallback):
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         if self.loop is not None:
             raise OuterError(BEGUN_TWICE)
-        refuse_second(self.run)
         outer = outer_config(self.outer)
         steps = 0
 
         def claim() -> StoreManager:
             nonlocal steps
+            refuse_second(self.run)
             self.replicas = first_replicas(self.run) or self.replicas
             refuse_small_share(loader, self.replicas)
             steps = rounds_of(planned(self.replicas), outer.interval, most)
@@ -220,7 +218,7 @@ class DiLoCoCallback(TrainerCallback):
         self.manager = manager = lead(claim)
         self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
-        if tell(manager, self.run in LAUNCHED):  # rank 0 alone knows
+        if tell(manager, one_spelling(self.run) in LAUNCHED):  # rank 0 alone knows
             self._on_join(manager.session, partial(tell, manager))  # for `diloco export`
         elif manager.session is not None:  # a launched replica's process reports its end itself
             atexit.register(self._leave_after_error)

@@ -22,7 +22,7 @@ from diloco.process import exitcodes
 from diloco.process.session import Session
 from diloco.run.config import ConfigError, OuterError
 from diloco.run.founding import is_finished
-from diloco.run.library import LAUNCHED
+from diloco.run.library import LAUNCHED, one_spelling
 from diloco.run.record import Run
 from diloco.run.script import FILES, REPLICAS, SLOT, URL, Script
 from inner.errors import InnerError
@@ -48,7 +48,7 @@ def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], 
     Raises ConfigError for a script that cannot run anywhere, and errors of the rendezvous."""
     script = run.config.script
     write_files(run, folder)
-    LAUNCHED[run.url] = session
+    LAUNCHED[one_spelling(run.url)] = session
     os.environ.update({URL: run.url, SLOT: session.rv.slot, REPLICAS: str(run.config.fleet.replicas)})
     if tell is not None:
         tell(folder)

@@ -9,6 +9,10 @@ BUSY = (
     "The bucket is busy or cannot be reached from here. The command itself is right: repeat it later. Running "
     "replicas wait for the bucket, too"
 )
+CLOSED = (
+    "this user may not open {}: permission denied. Use the account that owns it, or let that account give this one the "
+    "right (chmod -R a+rX on a run's folder, to read it)"
+)
 LOST = (
     "no space left for the output of this command (stdout). Free some where it goes, or send it elsewhere, then the "
     "same command"
@@ -43,4 +47,6 @@ def explain_error(error: Exception) -> tuple[str, int]:
         return LOST, exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
         return f"{full_disk_words(error, 'its files')}; free some space, then repeat the command", exitcodes.GAVE_UP
+    if isinstance(error, PermissionError) and error.filename:
+        return CLOSED.format(error.filename), exitcodes.USER_ERROR
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR

@@ -36,13 +36,16 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
         os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
     words, command = split_command(sys.argv[1:] if argv is None else argv)
-    args = make_parser(words).parse_args(words)
-    args.judge = command
-    print_plainly()
     survive_lost_output("stderr")  # the exit code stays, and is what a program reads
-    if args.command == "stop":
-        survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
     try:
+        try:
+            args = make_parser(words).parse_args(words)
+        finally:  # also after a help text
+            print_plainly()
+            sys.stdout.flush()
+        args.judge = command
+        if args.command == "stop":
+            survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
         code = print_answer(_short_form(args) or args.act(args), args.json)
         sys.stdout.flush()  # here, where a full disk can be told
         return code
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(error, "filename", None) == "<stdout>":  # what is left of the text goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         text, code = explain_error(error)
-        print(f"diloco {args.command}: {text}", file=sys.stderr)
+        print(f"diloco {words[0]}: {text}", file=sys.stderr)
         return code
 
 

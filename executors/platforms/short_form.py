@@ -13,6 +13,7 @@ Not promised: a lease on a platform that cannot store one (SkyPilot); a launch t
 
 import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +110,8 @@ class Leash:
             if self._platform.renew([self._platform.new_handle(s) for s in specs], self._clock.wall() + lease_s):
                 return True
             words = f"warning: the launch continues when this process dies, because {self._platform.name} has no leases"
-            print(f"{words}. `with` ends it, and so does: diloco stop {specs[0].run}", file=sys.stderr, flush=True)
+            stop = f"diloco stop {shlex.quote(specs[0].run)}"
+            print(f"{words}. `with` ends it, and so does: {stop}", file=sys.stderr, flush=True)
         return False
 
     def hold(self, handles: Sequence[Handle], lease_s: float) -> None:

@@ -6,6 +6,7 @@
 Not promised: that a platform knows an option; `build_executor` checks that.
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def _check_pip(packages: Sequence[str], places: Sequence[Place]) -> None:
     if packages and not any(p.executor in FAR for p in places):
         raise UsageError(
             f"--pip is for images that are built ({', '.join(FAR)}); replicas on {places[0].executor} use the Python "
-            f"that is here: `pip install {' '.join(packages)}`"
+            f"that is here: `pip install {shlex.join(packages)}`"
         )
 
 

@@ -5,8 +5,9 @@
                                                                     --file                   ┘
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
-Paths are relative to the current folder, as `python train.py` would read them.  A file that git ignores is not sent
-unless --file names it; a file with the name of a secret (secret_names.py) is never sent.
+Data is read from the current folder, as `python train.py` would.  The folder of a script outside the current one, or
+of such a link's target, has its modules, and the data that the current folder lacks.  A file that git ignores is not
+sent unless --file names it; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script; name such files with --file.
 """
@@ -15,6 +16,7 @@ import ast
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -58,7 +60,7 @@ def read_script(
 
     name: a path, or a module's name.   more: paths given with --file.   checked: refuse a script that joins no run.
     """
-    base = Path.cwd()
+    base = here = Path.cwd()
     path = _module_file(name, base) if is_module else _script_file(name)
     if not path.is_relative_to(base) and not is_module:
         base = path.parent
@@ -71,9 +73,10 @@ def read_script(
             f"{name} meets neither DiLoCoCallback nor make_diloco, so its replicas would average nothing. Give its "
             "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
         )
-    files = dict(_named(base, siblings, arguments, more))
-    ignored = _left_out(base, files, [os.path.normpath(one) for one in more])
-    unsent = {one: f"which git ignores; --file {one} sends it" for one in ignored}
+    folders = [*dict.fromkeys((here, base))]
+    files = {**dict(_named(folders, siblings, arguments, more)), **dict(_code(base, siblings))}
+    ignored = _left_out(folders, files, [os.path.normpath(one) for one in more])
+    unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
     unsent |= {one: SECRET_STAYS for one in files if is_secret(one)}
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
@@ -137,10 +140,8 @@ def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path
     return [one for code in found if code != script for one in (code, *find_siblings(code).values())]
 
 
-def _named(
-    base: Path, codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
-) -> Iterator[tuple[str, Path]]:
-    """Yield (path in the run's folder, file): the code, files that the code or an argument names, files of --file."""
+def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of the code.   Raises UsageError."""
     for code in codes:
         name = _name_below(base, code)
         if is_secret(name) or is_secret(code.resolve().name):
@@ -149,15 +150,24 @@ def _named(
                 "its values from os.environ and name the variables with --secret, or give the module another name"
             )
         yield name, code
+
+
+def _named(
+    folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
+) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of files that the code or an argument names, and files of --file.
+
+    folders: where to look; the first that has a file counts."""
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     for text in sorted(typed | {text for code in codes for text in _strings(code)}):
-        with suppress(OSError, ValueError):  # a string may be anything
-            file = base / text
-            inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
-            if inside and file.is_file():
-                yield os.path.normpath(text), file
+        for base in reversed(folders):
+            with suppress(OSError, ValueError):  # a string may be anything
+                file = base / os.path.normpath(text)
+                inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
+                if inside and file.is_file():
+                    yield os.path.normpath(text), file
     for text in more:
-        yield from _asked_for(base, text)
+        yield from _asked_for(next((base for base in folders if (base / text).exists()), folders[0]), text)
 
 
 def _name_below(base: Path, code: Path) -> str:
@@ -184,11 +194,14 @@ def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
         yield name, file
 
 
-def _left_out(base: Path, names: Collection[str], more: Sequence[str]) -> set[str]:
+def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Sequence[str]) -> set[str]:
     """Return data files that git ignores and --file does not name. A named folder that git ignores is sent whole."""
-    ignored = _ignored_by_git(base, [*(name for name in names if not is_code(name)), *more])
+    ignored = set[str]()
+    for base in folders:
+        names = [name for name, file in files.items() if file == base / name and not is_code(name)]
+        ignored |= _ignored_by_git(base, [*names, *more])
     whole = tuple(f"{name}/" for name in more if name in ignored)
-    return {name for name in ignored.intersection(names).difference(more) if not name.startswith(whole)}
+    return {name for name in ignored.intersection(files).difference(more) if not name.startswith(whole)}
 
 
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
@@ -227,7 +240,7 @@ def _notes(
     for one in sorted({*arguments, *strings}):
         if _is_folder_here(one) and not any(f.startswith(f"{Path(one)}/") for f in files):
             by = "an argument" if one in arguments else "the code"
-            yield f"does not send the folder {one}, which {by} names; --file {one} sends it"
+            yield f"does not send the folder {one}, which {by} names; --file {shlex.quote(one)} sends it"
     for one in arguments:
         if one.partition("=")[0] in OPTIONS:
             yield f"{one} stands behind the script, which gets it; an option of `diloco launch` stands before it"

@@ -185,8 +185,11 @@ def _pack(source: Path, target: str, root: Path) -> dict[str, str]:
     """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
 
     A link to a file below `root` becomes that file; other links are left out, as they lead nowhere in a box."""
-    paths = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    paths = [p for p in paths if p.resolve().is_relative_to(root.resolve())]
+    found = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
+    paths = [p for p in found if p.resolve().is_relative_to(root.resolve())]
+    if found and not paths:
+        out = f"{found[0]} is a link that leads out of {root}, so it was left out"
+        raise InnerError(f"{out}, and {source} has no other file. Put a copy of the file in the link's place.")
     if not paths or sum(p.stat().st_size for p in paths) > MOST_BYTES:
         raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
     names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]

@@ -15,6 +15,7 @@ Not promised: that code which passes also works for other prompts and completion
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
     return (
         f"{config.own_code}: the code ended its process with exit code {code} when it was tried "
         f"on two prompts.\n{last}\n  next: take the exit out, or see what crashes: "
-        f"`python {Path(first.rpartition(':')[0]).name}`."
+        f"`python {shlex.quote(Path(first.rpartition(':')[0]).name)}`."
     )
 
 

@@ -10,6 +10,7 @@ which the code raised in place of another one.
 import importlib.util
 import inspect
 import re
+import shlex
 import traceback
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def next_step(error: BaseException, path: Path, line: str) -> str:
         return _about_import(error, path, line)
     if isinstance(error, NameError) and error.name == "get_ipython":
         return f"take the notebook's magic lines (get_ipython(), %…, !…) out of {path.name}"
-    return f"correct the line; `python {path.name}` shows what the file does by itself"
+    return f"correct the line; `python {shlex.quote(path.name)}` shows what the file does by itself"
 
 
 def _left_behind(error: FileNotFoundError, path: Path) -> str:

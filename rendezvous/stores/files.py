@@ -113,17 +113,16 @@ class FileStore:
     def list(self, prefix: str) -> list[str]:
         folder = plain_prefix(prefix).rpartition("/")[0]
         found: list[str] = []
-        with (
-            self._as_store_errors("list", prefix),
-            suppress(FileNotFoundError),
-            self._open_folder(f"{folder}/x".lstrip("/")),
-        ):
-            pass  # raises an error if a part of it is a link
-        for path, folders, files in os.walk(os.path.join(self._folder, folder)):
-            if ".tmp" in folders:
-                folders.remove(".tmp")
-            below = path[len(self._folder) :].strip("/")
-            found += [f"{below}/{name}" for name in files] if below else files
+        with self._as_store_errors("list", prefix):
+            with suppress(FileNotFoundError), self._open_folder(f"{folder}/x".lstrip("/")):
+                pass  # raises an error if a part of it is a link
+            errors = list[OSError]()
+            for path, folders, files in os.walk(os.path.join(self._folder, folder), onerror=errors.append):
+                folders[:] = [name for name in folders if name != ".tmp"]
+                below = path[len(self._folder) :].strip("/")
+                found += [f"{below}/{name}" for name in files] if below else files
+            if closed := [error for error in errors if not isinstance(error, FileNotFoundError | NotADirectoryError)]:
+                raise closed[0]
         return sorted(k for k in found if k.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -234,7 +233,8 @@ class FileStore:
 
                 raise StoreRefused(f"cannot {verb} {self.url}/{key}: {link_words(self.root)}") from error
             if error.errno in _READ_ONLY:
-                raise StoreReadOnly(f"{where}. Make the folder writable, or use another one") from error
+                how = "readable for this user" if verb in ("read", "list") else "writable"
+                raise StoreReadOnly(f"{where}. Make the folder {how}, or use another one") from error
             if error.errno in _FULL:
                 self._spares.drop_all()
                 raise StoreFull(f"{where}. Free some space on that disk") from error

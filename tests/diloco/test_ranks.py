@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from diloco.audit.inner import recompute_offers
+from diloco.audit.offline_eval import OfflineScorer
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
 from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
@@ -24,7 +27,7 @@ from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.replica import main, replica
 from diloco.replica.ranks import _has_no_round_left
-from diloco.run.config import OuterError
+from diloco.run.config import ConfigError, OuterError
 from diloco.runlog.reader import read_report
 from rendezvous.agreement.rules import Timing
 from rendezvous.stores.open import open_store
@@ -277,18 +280,44 @@ def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_missing_gpu(2)
 
 
-def test_a_replica_of_one_process_does_not_read_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun --nproc-per-node 1, a PyTorchJob's pod, mpirun and srun."""
-    left = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2"}
-    for name, value in left.items():
+LEFT = {
+    "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": "1",
+    "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def in_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "run_member", lambda url, slot, act, **_: 7)
+    assert main(["runs/none"]) == 7
+
+
+def in_a_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = SimpleNamespace(fragments=1)
+    assert recompute_offers(Mock(config=SimpleNamespace(script="train.py", outer=outer))).unchecked
+
+
+def in_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no rewards to evaluate"):
+        OfflineScorer.open(Mock(**{"config.inner.loop": "supervised"}), Mock(), Path())
+
+
+@pytest.mark.parametrize("act", [in_a_replica, in_a_verification, in_an_evaluation])
+def test_one_process_does_not_read_what_a_launcher_left(
+    act: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun --nproc-per-node 1, a PyTorchJob's pod, mpirun and srun.   Before: a script's replica read them, too."""
+    for name, value in LEFT.items():
         monkeypatch.setenv(name, value)
-    seen = list[set[str]]()
-    monkeypatch.setattr(replica, "run_member", lambda url, slot, act, **_: act(run, None))
-    monkeypatch.setattr(replica, "train_or_run_script", lambda run, session: seen.append({*os.environ} & {*left}) or 7)
-    run = SimpleNamespace(config=SimpleNamespace(script="train.py"))
-    assert main(["runs/none"]) == 7 and seen == [{*left}], "a script may read them"
-    run.config.script = None
-    assert main(["runs/none"]) == 7 and seen[1:] == [set()]
+    act(monkeypatch)
+    assert not LEFT.keys() & os.environ.keys()
+
+
+def test_an_address_without_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LEFT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    module.forget_launcher()
+    assert os.environ["MASTER_PORT"] == "29500"
 
 
 def test_a_replica_that_a_launcher_started_several_times_is_refused(

@@ -13,7 +13,7 @@ from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
-from rendezvous.records.records import Beat, Leave
+from rendezvous.records.records import Beat, Leave, WireError
 from rendezvous.stores.files import FileStore
 from tests.support.puppets import PuppetRun
 
@@ -76,7 +76,7 @@ def test_steps_of_a_log_are_no_commits(run: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_run_over_a_lighthouse_has_lost_no_commit(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It writes none; `explain` and `blame` told its owner to restore them from a backup."""
+    """It writes none; `explain` and `blame` told its owner to restore them from a backup, and then `verify`, too."""
     record = json.loads((run / layout.RUN).read_text())
     record["config"]["rendezvous"] = "lighthouse://127.0.0.1:29510"
     (run / layout.RUN).write_text(json.dumps(record))
@@ -84,6 +84,19 @@ def test_a_run_over_a_lighthouse_has_lost_no_commit(run: Path, capsys: pytest.Ca
         key(run, t).unlink()
     for verb in (("explain", "--step", "0"), ("blame", "--no-metric"), ("export", "--to", str(run.parent / "model"))):
         assert "is missing" not in told(verb[0], run, capsys, *verb[1:])[1]
+    (run / "log" / "r00-1").mkdir(parents=True)
+    line = json.dumps({"at": 2.0, "event": "step", "step": STEPS - 1, "theta": "0"}) + "\n"
+    for logged in ("", line):
+        (run / layout.log_key("r00", 1, 0)).write_text(logged)
+        for looks in (("status",), ("report", "--to", str(run.parent / "page"))):
+            assert "is missing" not in told(looks[0], run, capsys, *looks[1:])[1]
+        code, said = told("verify", run, capsys)
+        assert code == 0 and "is missing" not in said
+        assert "not checked: the outer steps: replicas average over a lighthouse, which records none" in said
+        assert "differs" not in said
+    (run / layout.RUN).write_text("[[]]")
+    with pytest.raises(WireError, match=f"{run}/run.json"):  # before: "this run/run.json"
+        lost_commit(FileStore(run))
 
 
 def test_a_listing_shows_a_hole_below_what_an_earlier_look_has_read(run: Path) -> None:
@@ -115,6 +128,7 @@ def test_commands_that_end_at_a_hole_say_so(
     with chdir(run.parent):
         code, why = told(verb, run, capsys, *more)
     assert code != 0 and f"commit {gone} is missing, though " in why and "Traceback" not in why, why
+    assert "is of step" not in why and f" shows step {STEPS} reached" in why, "before: θ of step 8 is of step 8"
     assert not (run.parent / "out").exists()
 
 

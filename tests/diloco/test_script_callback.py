@@ -43,7 +43,7 @@ from diloco import DiLoCoCallback, OuterError, StoreManager, make_diloco
 from diloco.process import exitcodes
 from diloco.process.session import Session
 from diloco.process.watchdog import Watchdog
-from diloco.run.library import FINISHED, LAUNCHED, ensure_slot
+from diloco.run.library import LAUNCHED, OPENED, ensure_slot, one_spelling
 from diloco.runlog.reader import read_report
 from diloco.script.callback import (
     ALONE,
@@ -222,7 +222,7 @@ def test_a_script_that_joins_a_finished_run_ends_with_its_weights(tmp_path: Path
     """A trainer asks whether to stop only after a step, so it takes one; that step is taken back."""
     run, ends = f"file://{tmp_path}/run", list[torch.Tensor]()
     for slot in ("r00", "r00", "r01"):
-        FINISHED.clear()  # each is a process of its own
+        OPENED.clear()  # each is a process of its own
         ours = DiLoCoCallback(run, slot=slot, sync_every=4)
         trainer = trainer_of("sft", tmp_path, [ours], lr_scheduler_type="constant")
         trainer.train()
@@ -236,7 +236,7 @@ def test_a_second_training_in_a_finished_run_is_refused(tmp_path: Path) -> None:
     run = f"file://{tmp_path}/run"
     first = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=4)])
     first.train()
-    second = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=2)], max_steps=12)
+    second = trainer_of("sft", tmp_path, [DiLoCoCallback(f"{tmp_path}/./run/", sync_every=2)], max_steps=12)
     before = weights_of(second)
     for trainer in (first, second):
         with pytest.raises(OuterError, match=r"has already trained in .*take no step. Write a script of its own"):
@@ -611,16 +611,22 @@ def test_other_ways_to_share_a_model_are_refused() -> None:
         refuse_flat_shards(flat)
 
 
-def test_a_second_loop_in_a_launched_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before: it joined with the session that had ended, without heartbeats."""
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "by hand"])
+def test_a_second_loop_in_one_process_is_refused(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: it joined with the session that had ended, without heartbeats; by hand, it took no step."""
     url = f"file://{tmp_path}/run"
-    ensure_slot(open_store(url), SystemClock(), "r00", replicas=1, min_replicas=1, steps=1)
-    monkeypatch.setitem(LAUNCHED, url, Session(open_store(url), "r00", FAST))
+    if launched:
+        ensure_slot(open_store(url), SystemClock(), "r00", replicas=1, min_replicas=1, steps=1)
+        monkeypatch.setitem(LAUNCHED, one_spelling(url), Session(open_store(url), "r00", FAST))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with make_diloco(model, optimizer, StoreManager(url, steps=1), sync_every=2):
+    with make_diloco(model, optimizer, StoreManager(url, steps=1, replicas=1), sync_every=2):
         for _ in range(3):
             model(torch.ones(2)).square().sum().backward()
             optimizer.step()
-    with pytest.raises(OuterError, match="has already trained in"):
-        StoreManager(url, steps=1)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for spelled in (url, f"{tmp_path}/./run/", f"{tmp_path}/link"):
+        with pytest.raises(OuterError, match="has already trained in"):
+            StoreManager(spelled, steps=1)

@@ -19,6 +19,7 @@ from diloco.runlog.reader import read_report
 from diloco.views.overview import overview
 from executors.cli import main as cli
 from executors.cli.starting import demo
+from executors.preflight import run_url
 from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
@@ -226,6 +227,7 @@ def test_a_run_whose_run_json_is_gone(capsys, run, config):
     run.store.delete([layout.RUN])
     err = complaint(capsys, "train", config, "--run", run.url)
     assert "run.json has vanished, though control/000000.json is there" in err and "use another URL" in err
+    assert "run.json has vanished" in complaint(capsys, "plan", config, "--run", run.url)  # before: `train` alone
     assert run.store.get(layout.RUN) is None
 
 
@@ -366,6 +368,25 @@ def test_fewer_steps_than_are_committed_are_refused_with_the_numbers(capsys, run
     assert "6 outer steps are committed already, and steps = 4 asks for fewer" in said and "--steps 10" in said
     assert "6 outer steps are committed" in complaint(capsys, "train", config, "--run", run.url, "--steps", "4")
     assert records_of(run) == before
+
+
+def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
+    """Before: "r00 has not been launched yet" for another user's logs, and a bare "[Errno 13] Permission denied"."""
+
+    scan = os.scandir
+
+    def closed(path="."):
+        if not str(path).endswith(("processes", "runs/x")):
+            return scan(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as another:
+        another.setattr(os, "scandir", closed)
+        err = complaint(capsys, "logs", run.url, "r00")
+    assert "processes: permission denied. Use the account that owns it" in err and "launched" not in err
+    with monkeypatch.context() as another:
+        another.setattr(run_url, "shareable_url", closed)
+        assert "this user may not open runs/x: permission denied" in complaint(capsys, "resume", "runs/x")
 
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):

@@ -11,9 +11,10 @@ from diloco.runlog.scope import COSTS, STATUS
 from diloco.runlog.sessions import LONGEST, joined_words, most_telling_line, observed_words, own_words
 from diloco.runlog.summary import checks, headline, summary
 from executors.cli.completion import slots_of
-from executors.cli.looking import status
+from executors.cli.looking import logs, status
 from executors.cli.looking.status import Screen, status_table
 from executors.platforms.base import Handle
+from executors.platforms.on_host.executor import LocalProcessExecutor
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.clock import SystemClock
@@ -149,6 +150,17 @@ def test_a_dead_session_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run
     assert "no session r01-7 has joined this run; there have been r00-1, r01-1, r01-2" in complaint(
         capsys, "logs", run.url, "r01-7"
     )
+
+
+def test_the_log_that_another_user_keeps_is_told_from_the_bucket(capsys, run, monkeypatch):  # noqa: F811
+    """Before: a bare "[Errno 13] Permission denied"."""
+
+    def closed(*_: object) -> list[str]:
+        raise PermissionError(13, "Permission denied", "r01.1.log")
+
+    monkeypatch.setattr(logs, "_launch_of", lambda *_: object())
+    monkeypatch.setattr(LocalProcessExecutor, "logs", closed)
+    assert say(capsys, "logs", run.url, "r01-1")[1].startswith("(r01-1: killed, exit code -9; this is what the bucket")
 
 
 def test_the_log_of_an_actors_session_is_told_too(capsys, run):  # noqa: F811

@@ -19,6 +19,7 @@ from transformers import Qwen2ForCausalLM
 from diloco.process import exitcodes
 from diloco.run.config import FleetConfig
 from diloco.run.record import read_run
+from diloco.run.script import Script
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import SessionSummary, apply_event
 from executors.cli.starting import launch
@@ -27,7 +28,8 @@ from executors.preflight.run_url import UsageError
 from executors.preflight.script import Gathered, packages_of, read_script
 from executors.preflight.secret_names import is_secret
 from executors.supervision.supervisor import FAILED, Outcome
-from rendezvous.agreement.membership import read_control
+from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.ranks import children_of
 
@@ -98,6 +100,13 @@ def test_what_an_argument_names_is_sent_too(folder: Path) -> None:
         "does not send the folder data, which an argument names; --file data sends it",
         "does not send the folder model, which the code names; --file model sends it",
     ]
+
+
+def test_a_name_in_a_command_that_a_note_tells_is_quoted(folder: Path) -> None:
+    (folder / "my data").mkdir()
+    (folder / "my data" / "rows.jsonl").write_text("{}")
+    assert read("train.py", "my data").notes[-1].endswith("; --file 'my data' sends it")
+    assert str(Script("pkg.train", ("a b",), is_module=True)) == "-m pkg.train 'a b'"
 
 
 def test_a_file_or_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
@@ -216,10 +225,43 @@ def test_a_module_travels_with_what_it_imports_from_its_package(folder: Path) ->
         "json/__init__.py": "", "unused.py": "",
     }.items():  # fmt: skip
         (folder / name).write_text(text)
-    package = {f"pkg/{name}.py" for name in ("__init__", "train", "alone", "deep/rows")}
+    package = {f"pkg/{name}.py" for name in ("__init__", "train", "deep/rows")}
     assert set(read("pkg.train", is_module=True).config.files) == {*package, "helper.py", "other/words.py", "large.bin"}
     alone = set(read("pkg.alone", is_module=True).config.files)
     assert alone == {"pkg/__init__.py", "pkg/alone.py", "helper.py"}
+
+
+def test_of_its_own_package_a_module_takes_only_what_it_imports(folder: Path) -> None:
+    """Before: `from . import data` took the whole package, and was refused for a module of secrets in it."""
+    for name, text in {
+        "__init__": "", "train": "# DiLoCoCallback\nfrom . import data\nfrom .. import above\n",
+        "data": "from .deep import rows\nimport pkg.words.all\n", "deep/__init__": "", "deep/rows": "",
+        "words/all": "from ..kinds import *\n", "kinds": "", "unused": "", "prod_secrets": "",
+    }.items():  # fmt: skip
+        (folder / "pkg" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (folder / "pkg" / f"{name}.py").write_text(text)
+    needed = ("__init__", "train", "data", "deep/__init__", "deep/rows", "words/all", "kinds")
+    assert set(read("pkg.train", is_module=True).config.files) == {f"pkg/{name}.py" for name in needed}
+    assert "pkg/unused.py" in read("pkg.train", is_module=True, more=("pkg/unused.py",)).config.files
+
+
+def test_a_link_s_data_is_that_of_the_current_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python link.py` reads it.   Before: only files beside the link's target were sent; --file refused others."""
+    work = tmp_path_factory.mktemp("work")
+    monkeypatch.chdir(work)
+    Path("train.py").symlink_to(folder / "train.py")
+    Path("helper.py").write_text("raise SystemExit\n")  # Python finds the one beside the target
+    Path("rows.json").write_text("[]")
+    Path("more.txt").write_text("")
+    with (folder / "train.py").open("a") as script:
+        script.write("\nTEXTS = 'helper.py', 'large.bin'\n")
+    found = read("train.py", more=("more.txt",)).config.files
+    assert found == {
+        "train.py": folder / "train.py", "helper.py": folder / "helper.py", "rows.json": work / "rows.json",
+        "large.bin": folder / "large.bin", "more.txt": work / "more.txt",
+    }  # fmt: skip
 
 
 def test_a_script_or_module_that_is_a_link_travels_by_the_name_that_python_uses(
@@ -302,25 +344,46 @@ def test_a_dry_run_says_what_it_would_send_and_starts_nothing(folder: Path) -> N
     assert "r01: " in done.stdout and done.stdout.endswith("nothing was started\n")
 
 
+def test_a_dry_run_refuses_where_the_launch_would(folder: Path) -> None:
+    """Before: the dry run said what it would start there."""
+    (folder / "photos").mkdir()
+    (folder / "photos" / "one.jpg").write_text("")
+    lost = open_store(f"file://{folder}/lost")
+    write_control(lost, SystemClock(), replicas=1)
+    for url, told in (("photos", "photos holds one.jpg"), ("lost", "run.json has vanished, though control/000000")):
+        for dry_run in ([], ["--dry-run"]):
+            done = diloco("launch", *dry_run, "--yes", "--run", url, "train.py", "20")
+            assert done.returncode == exitcodes.USER_ERROR and told in done.stderr
+
+
 # -------------------------------------------------------------------- the end of a script
 
 
 @pytest.mark.parametrize(
-    ("failing", "code", "told"), [("", 0, ""), ("r01", 0, "failed in r01 (exit"), ("r00 r01", FAILED, "in r00, r01 (")]
-)
+    ("failing", "repeated", "code", "told"),
+    [
+        ("", "", 0, ""), ("r01", "", 0, "failed in r01 (exit"), ("r00 r01", "", FAILED, "in r00, r01 ("),
+        ("r00 r01", "r00", 0, ""), ("r00 r01", "r03", 0, ""),
+    ],
+)  # fmt: skip
 def test_a_script_that_fails_after_its_training_is_told_and_everywhere_it_is_a_failure(
-    failing: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+    failing: str, repeated: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: `diloco launch` ended with 0 and without a word, though no replica had saved its model."""
+    """Before: `diloco launch` ended with 0 and without a word, though no replica had saved its model; a failure was
+    told for ever, though you had repeated the script's last part."""
     sessions = {(slot, 1): SessionSummary(slot, 1, 7, "here", 0.0, how="done") for slot in ("r00", "r01")}
     sessions |= {("r02", 1): SessionSummary("r02", 1, 7, "here", 0.0, how="left")}
     for slot in failing.split():
         at = {"slot": slot, "generation": 1, "at": 2.0}
         apply_event(sessions, {"event": "crashed", "error": "ValueError: no rows", **at})
         apply_event(sessions, {"event": "lost", "exit_code": 1, **at})
+    sessions |= {(slot, 2): SessionSummary(slot, 2, 7, "here", 3.0, how="done") for slot in repeated.split()}
     monkeypatch.setattr(launch, "Reader", lambda *_: Mock(refresh=lambda: Mock(sessions=[*sessions.values()])))
-    ended = launch.end_of(Mock(url="runs/x"), Outcome(0, "all is committed"))
+    run = Mock(url="runs/x", **{"config.script": Script("my train.py", ("--name", "a b"))})
+    ended = launch.end_of(run, Outcome(0, "all is committed"))
     assert ended.code == code and told in ended.text and ("ValueError: no rows" in ended.text) == bool(told)
+    again = f"DILOCO_RUN=runs/x DILOCO_SLOT={failing[:3]} python 'my train.py' --name 'a b'`"
+    assert (again in ended.text) == bool(told)
     assert [x.end for x in sessions.values()].count("done, then failed") == len(failing.split())
 
 

@@ -933,6 +933,9 @@ def test_links_to_files_of_the_folder_become_these_files_and_others_lead_nowhere
     (folder / "tests/test.sh").symlink_to(folder / "instruction.md")
     with pytest.raises(InnerError, match=r"has no verifier: tests/test\.sh is a link out of tests/"):
         read_tasks(folder)
+    (folder / "tests/real.sh").unlink()  # before: "tests has no files"
+    with pytest.raises(InnerError, match=r"tests/test\.sh is a link that leads out of .*, so it was left out, and"):
+        read_tasks(folder)
 
 
 @pytest.mark.parametrize(

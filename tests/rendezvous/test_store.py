@@ -313,6 +313,21 @@ def test_a_disk_that_refuses_says_so(
     assert list((tmp_path / ".tmp").glob("*")) == [], "no litter of half-written files"
 
 
+@pytest.mark.parametrize("verb", ["get", "list"])
+def test_a_folder_that_this_user_may_not_read_says_so(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: LIST gave nothing, and GET told to make the folder writable."""
+    store = FileStore(tmp_path)
+    store.create("log/r00-1/0", b"body")
+    if verb == "get":
+        monkeypatch.setattr(files, "_open_regular", broken(errno.EACCES))
+    else:
+        monkeypatch.setattr(os, "scandir", broken(errno.EACCES))
+    with pytest.raises(StoreReadOnly, match=r"Permission denied\. Make the folder readable for this user"):
+        getattr(store, verb)("log/r00-1/0")
+
+
 @pytest.mark.parametrize("error", [StoreFull("disk full"), StoreReadOnly("read-only"), StoreUnclear("timeout")])
 @pytest.mark.parametrize("verb", ["put", "create", "get", "list", "get_into"])
 def test_a_patient_store_goes_on_when_the_disk_is_mended(verb: str, error: Exception) -> None:

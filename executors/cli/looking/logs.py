@@ -9,10 +9,11 @@ Not promised: separate lines for two sessions of one launch (after a restart by 
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,8 +86,10 @@ def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
         if SESSION.fullmatch(slot):
             yield _log_of_session(url, slot, executor)
             return
-        found = {h.slot: h for h in executor.find(run.store.url)}
         own = process_folder(url) / "supervisor.log"
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.scandir(own.parent).close()  # `find` sees nothing in a folder that this user may not read
+        found = {h.slot: h for h in executor.find(run.store.url)}
         if slot in found:
             yield _replica_log(executor, found[slot])
         elif slot == SUPERVISOR and own.exists():
@@ -122,7 +125,7 @@ def _launch_of(session: SessionSummary, report: Report) -> Handle | None:
 def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
     try:
         return bool(executor.logs(handle, 1))
-    except ExecutorError:  # the platform has no log any more, or does not answer
+    except (ExecutorError, PermissionError):  # the platform has no log any more, or does not answer; another user's log
         return False
 
 

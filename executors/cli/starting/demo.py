@@ -59,7 +59,7 @@ def demo(folder: Path | None) -> int:
     outcome = supervise_here(run, each_tick=kill_one)
     report = read_report(run.store)
     if not report.done:
-        say(f"{outcome.text}\nthe same command resumes it: diloco demo --run {shown_path(path)}")
+        say(f"{outcome.text}\nthe same command resumes it: diloco demo --run {shlex.quote(shown_path(path))}")
         return outcome.code or 1
     found = [*extra_checks(report)]
     print("\n" + summary(report))

@@ -74,14 +74,17 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
 
 
 def end_of(run: Run, outcome: Outcome) -> Outcome:
-    """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere."""
+    """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere.
+
+    A failure is not told any more once a session that began after it has ended well."""
     newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}
-    failed = [x for x in newest.values() if x.how == LOST_LATER["done"]]
+    repeated = max((x.claimed for x in newest.values() if x.how == "done"), default=0.0)
+    failed = [x for x in newest.values() if x.how == LOST_LATER["done"] and (x.ended or repeated) >= repeated]
     if outcome.code != exitcodes.DONE or not failed:
         return outcome
     text = (
         f"{outcome.text}; after its training, the script failed in {', '.join(x.slot for x in failed)} "
-        f"({failed[0].why}). Correct the script. `DILOCO_RUN={shlex.quote(run.url)} python {run.config.script}` then "
-        "repeats this part with the run's weights"
+        f"({failed[0].why}). Correct the script. `DILOCO_RUN={shlex.quote(run.url)} DILOCO_SLOT={failed[0].slot} "
+        f"python {run.config.script}` then repeats this part with the run's weights"
     )
     return replace(outcome, text=text, code=outcome.code if "done" in {x.how for x in newest.values()} else FAILED)

@@ -1,7 +1,8 @@
 """`diloco plan`: shows what `train` would start and what that costs; starts nothing.
 
     CONFIG, options, the bucket if it has the run ──▶ the quote · sizes · the learning rate · notes
-    the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a folder without write access
+    the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a lost run.json, other files,
+                      a folder without write access
 
 Not promised: that a platform has a free machine, or its present price.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from diloco.process import exitcodes
 from diloco.run.config import RunConfig
-from diloco.run.founding import refuse_another, refuse_fewer_steps, refuse_nested
+from diloco.run.founding import TRAINED, refuse_another, refuse_fewer_steps, refuse_headless, refuse_nested
 from executors.cli.answers import Answer
 from executors.cli.opening import finished_words
 from executors.cli.starting.again import both_records
@@ -26,10 +27,7 @@ from rendezvous.stores.run_key import open_signed
 
 def look_for_run(typed_url: str) -> outlook.Bucket:
     """Return the bucket's knowledge of the run.   typed_url: "" if you gave no URL."""
-    url = run_url.shareable_url(typed_url) if typed_url else ""
-    if url:
-        run_url.refuse_foreign_files(url)
-    return outlook.look_into_bucket(url)
+    return outlook.look_into_bucket(run_url.shareable_url(typed_url) if typed_url else "")
 
 
 def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, checked: Checked) -> Answer:
@@ -61,6 +59,8 @@ def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
     refuse_unwritten(url)
     is_new, is_trained = store.get(layout.RUN) is None, store.get(layout.commit_key(0)) is not None
     if is_new:
+        run_url.refuse_foreign_files(url)
+        refuse_headless(store, (layout.control_key(0), layout.claim_key(layout.slot_name(0), 1), *TRAINED))
         refuse_nested(store.url)
     if is_new or (config.script is not None and not is_trained):  # `launch` founds a corrected script again
         return []

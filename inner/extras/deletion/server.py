@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -215,7 +216,7 @@ def read_tasks(folder: Path, packages: str = "") -> list[DeletionTask]:
     if not found:
         raise InnerError(
             f"there is no task in {folder}. Make some with `python -m inner.extras.deletion.generate --repos REPOS "
-            f"--to {folder}`."
+            f"--to {shlex.quote(str(folder))}`."
         )
     for task in found:
         if task.around.beside and not packages:
