@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from rendezvous.means.body_sample import BodySample
     from rendezvous.means.parts import MeanParts
 
-_CHUNK = 1 << 16  # elements: two fp32 chunks of this stay in the cache, and one between its division and its check
-
 
 class Reducer:
     """Means of commits; if a blob is bad, it uses another source.
@@ -171,6 +169,8 @@ class Reducer:
         """Write the mean of all bodies, or of the sum in `total`, to `total`.   Return whether it is finite."""
         if self._one_pass is not None:
             return self._one_pass(bodies, [o.weight for o in offers], float(total_weight(offers)), total, rows)
+        from rendezvous.means.sums import divide_by_weight
+
         finite = divide_by_weight(total, total_weight(offers))
         if finite:
             self._pack_mean(total, rows)
@@ -188,6 +188,7 @@ class Reducer:
     ) -> str | None:
         """Write the mean of the valid bodies, shard by shard, because readers may group shards differently."""
         from rendezvous.means.poison import is_valid_body, zero_non_finite
+        from rendezvous.means.sums import divide_by_weight
 
         for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
             total = out[elements_slice(unit)]
@@ -222,41 +223,11 @@ class Reducer:
 
     def _add_body(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
         if self._codec == "fp32":
+            from rendezvous.means.sums import accumulate
+
             accumulate(total, body.view(np.float32), weight, first=first)
         else:
             get_codec(self._codec).accumulate(body, weight, total, first)
-
-
-def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:
-    """Add fl(weight·x) to total, in cache-sized pieces.
-
-    The first term is stored, not added to 0 (0 + −0 would lose a sign); fl(1·x) is x.
-    """
-    w = np.float32(weight)
-    scratch = np.empty(min(total.size, _CHUNK), np.float32)
-    for at in range(0, total.size, _CHUNK):
-        piece = x[at : at + _CHUNK]
-        target = total[at : at + _CHUNK]
-        if first:
-            np.multiply(piece, w, out=target)
-        elif w == 1:
-            np.add(target, piece, out=target)
-        else:
-            np.add(target, np.multiply(piece, w, out=scratch[: piece.size]), out=target)
-
-
-def divide_by_weight(total: np.ndarray, weight: np.float32) -> bool:
-    """Set total ← total/weight.   Return whether the sums of its squares are finite.
-
-    So True means that all elements are finite; False may also mean that they are very large.
-    """
-    whole = True
-    with np.errstate(all="ignore"):
-        for at in range(0, total.size, _CHUNK):
-            piece = total[at : at + _CHUNK]
-            np.divide(piece, weight, out=piece)
-            whole = whole and bool(np.isfinite(np.dot(piece, piece)))
-    return whole
 
 
 def total_weight(offers: Sequence[Listed]) -> np.float32:

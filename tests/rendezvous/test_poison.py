@@ -17,7 +17,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.codecs import DENSE, NAMES, get_codec
 from rendezvous.errors import Corrupt
 from rendezvous.means.poison import is_valid_body, zero_non_finite
-from rendezvous.means.reduce import Reducer, divide_by_weight
+from rendezvous.means.reduce import Reducer
+from rendezvous.means.sums import divide_by_weight
 from rendezvous.records.digests import digest
 from rendezvous.records.records import WIRE, Claim, Commit, Offer, WireError
 from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid
