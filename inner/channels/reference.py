@@ -9,7 +9,7 @@
     order       micro-batch number m takes entries P·m … P·m + P - 1 of an endless permutation: a function of m and the
                 data seed (one per run and slot)
 
-`chosen` is the text of another model. It must not contain the tokens with which this model's template begins and ends
+`chosen` is the text of another model. `chosen` must not contain tokens with which this model's template begins and ends
 turns. The tokenizer would read them as turn marks, and the student would learn to write the user's turn, too.
 
 Templates differ in the messages that they accept: DeepSeek-V3's joins texts with "+" (None as a tool's result is a

@@ -160,7 +160,7 @@ def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Non
     )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(text)
-    if labels.unique().tolist() == [0, 1]:  # they may also be the ids of two tokens
+    if labels.unique().tolist() == [0, 1]:  # 0 and 1 may also be ids of tokens: only warn
         warnings.warn(text, stacklevel=3)
 
 

@@ -67,7 +67,7 @@ def environments_at_once(
         environments, given = trainer.environments, [{}] * len(trainer.environments)
     else:
         _replace_hung(trainer)
-        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
+        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give this key to `reset`
         environments = drawn_environments(trainer, rows)
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     limits = {"workers": trainer.tool_workers, "limit_s": trainer.environment_limit_s, "hung": trainer.hung}
@@ -83,7 +83,7 @@ def _replace_hung(trainer: Any) -> None:
 
 
 def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
-    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: of this rank."""
+    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: this rank's number of rows."""
     hung_B = torch.tensor([row in trainer.hung for row in range(rows)], device=rewards_B_F.device)
     rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan
     if trainer.hung and trainer._reward_calls is not None:
@@ -135,7 +135,7 @@ def _call_once(environment: Any, method: str, batch: "_Threads | _Tasks", i: int
 
 
 class _Threads:
-    """Calls that start together at the first `take`, at most `workers` at once.   Their order is that of `take`."""
+    """Calls that start together at the first `take`, in its order, at most `workers` at once."""
 
     def __init__(self, calls: Calls, workers: int, limit_s: float | None, hung: set[int]) -> None:
         self._rows = [row for row, _ in calls]
@@ -154,7 +154,7 @@ class _Threads:
         try:
             return self._answers[i].result(None if until is None else max(0.0, until - monotonic()))
         except NoAnswer:
-            if self._answers[i].done():  # it has answered just now, or raised TimeoutError itself
+            if self._answers[i].done():  # the call answered just now, or raised TimeoutError itself
                 return self._answers[i].result()
         self._hung.add(self._rows[i])
         self._free += 1
@@ -214,7 +214,7 @@ class _Tasks:
                 raise
             if done:
                 return task.result()
-            task.cancel()  # it may ignore that, so it is not awaited
+            task.cancel()  # the task may ignore that, so do not await it
             self._hung.add(row)
             return None
 

@@ -27,7 +27,7 @@ from inner.settings.tables import Table, setting
 
 SCALE_REWARDS = ("batch", "group", "none")
 NEVER_CLIPS = 0.05  # an epsilon that never clips s, because s is a mean over tokens and changes by thousandths
-RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # knobs that act only on π / π_old
+RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # knobs that only affect π / π_old
 
 
 class ObjectiveError(InnerError, ValueError):

@@ -4,7 +4,7 @@
          └ text ──▶ next-token loss                    [inner.toolworld]: a built-in task
     [inner.schedule]    values that change with the committed outer step
     [inner.lora]        the run trains, synchronises and snapshots an adapter. The base model stays unchanged.
-    [inner.vllm]        vLLM generates, in the replica's own process (vllm.py). If the table exists, it is on.
+    [inner.vllm]        vLLM generates, in the replica's own process (vllm.py). If the table exists, vLLM is on.
 
 Not promised: a full description of each setting here; docs/channels.md and `diloco objectives` say more.
 No torch here.

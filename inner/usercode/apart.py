@@ -1,10 +1,10 @@
-"""Run the user's code apart from training: what it changes in its process does not reach the trainer.
+"""Run the user's code apart from training: its changes to the process's state do not reach the trainer.
 
     trainer's state ──kept──▶ code's state ──▶ a call ──▶ code's state, kept ──▶ trainer's state, bit for bit
 
-    random numbers of torch, CUDA, numpy, random     the rewards have their own, which go on from call to call
+    random numbers of torch, CUDA, numpy, random     the rewards have their own, which continue from call to call
     grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` tells of a change, once
-    sys.argv                                         [the file], so that its argparse sees no argument of ours
+    sys.argv                                         [the file], so that its argparse sees none of our arguments
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
 An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
@@ -144,9 +144,9 @@ def begin_session() -> None:
 
 @contextmanager
 def own_numbers_kept() -> Iterator[None]:
-    """Let the user's code begin with the state around it, as in a new session; afterwards its numbers go on as before.
+    """Let the user's code begin with the state around it, as in a new session. Afterwards restore its random numbers.
 
-    For an evaluation, so that a run with one has the rewards of a run without."""
+    An evaluation uses this, so that a run with evaluations gets the same rewards as a run without."""
     before, _PROCESS.own = _PROCESS.own, None
     try:
         yield
@@ -155,7 +155,7 @@ def own_numbers_kept() -> Iterator[None]:
 
 
 def take_notes() -> list[str]:
-    """Return what the user's code has changed since the last call, as sentences."""
+    """Return sentences about the changes that the user's code made since the last call of this function."""
     notes, _PROCESS.notes = _PROCESS.notes, []
     return notes
 

@@ -117,7 +117,7 @@ def try_reward(
     asked = {"rows": rows, "given": list(given), "steps": steps}
     child = ask_child("inner.usercode.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
     if child.late:
-        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
+        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; find the call that it waits for")
     if (answer := child.answer) is None:
         raise InnerError(f"{code} ended its process with exit code {child.code}; take the exit out")
     if "refused" in answer:

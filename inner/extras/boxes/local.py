@@ -103,7 +103,7 @@ class LocalBoxes:
                 _remove(home)
         for home in self._root.glob("box-*"):
             if not (home / "box.json").exists() and _changed_at(home) < self._clock() - HALF_MADE_S:
-                _remove(home)  # its start or its removal was killed
+                _remove(home)  # the box's start or removal was killed
 
 
 class LocalBox:

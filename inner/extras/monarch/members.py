@@ -76,7 +76,7 @@ class Member:
                 return future.get(timeout=LOOK_EVERY_S)
             if not is_running(self._process_id):
                 with suppress(TimeoutError):
-                    return future.get(timeout=0)  # it answered before it ended
+                    return future.get(timeout=0)  # the process answered before it ended
                 raise ProcessLookupError(self._role)
 
     def _find_next(self) -> None:
