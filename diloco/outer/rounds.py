@@ -101,7 +101,7 @@ class StoreRounds:
         self._theta_0 = theta_0
         self._report: StepReport | None = None
         self._samples: list[float] = []  # samples of each fragment since its last offer
-        self._commit: Commit | None = None  # settled, not yet advanced
+        self._commit: Commit | None = None  # the settled commit whose outer step is not taken yet
         self._ahead = True  # whether the next step may be committed already
         self._spent: dict[str, float] = {}
         self.round_began = session.clock.now()

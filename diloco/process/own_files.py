@@ -18,7 +18,7 @@ APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class ForeignFile(OSError):
-    """The error for another program's object under a path of ours."""
+    """The error for another program's object under one of this project's paths."""
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:

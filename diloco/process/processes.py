@@ -92,7 +92,7 @@ def mark_run(url: str) -> None:
     """Mark that this process works for the run at `url`, until it ends."""
     if not hasattr(os, "memfd_create"):
         return
-    with _lock, suppress(OSError):  # too many open files: no mark, so it is never killed
+    with _lock, suppress(OSError):  # too many open files: without a mark, this process is never killed
         pid = os.getpid()
         if pid not in _held:  # after a fork, the file here is the parent's
             _held.clear()

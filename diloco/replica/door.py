@@ -1,4 +1,4 @@
-"""Check actors' rollouts before a replica trains on them ([fleet] check_rollouts).
+"""Check actors' bundles of rollouts before a replica trains on them ([fleet] check_rollouts).
 
     an actor's bundle ── has it a verdict? ──▶ the verdict counts
           │ no

@@ -60,7 +60,7 @@ class Job:
 
 
 def run_ranks(url: str, slot: str, *, parent: str, devices: int, inherited: Iterable[str]) -> int:
-    """Be rank 0 of a replica, from its first line to its end. Return the exit code.
+    """Run rank 0 of a replica from its first line to its end. Return the exit code.
 
     inherited: variables of a launcher, which a replica of one process does not read."""
     if why := told_twice(devices):
@@ -81,7 +81,7 @@ def run_ranks(url: str, slot: str, *, parent: str, devices: int, inherited: Iter
 
 
 def _act_alone(inherited: Iterable[str], run: Run, session: Session) -> int:
-    """Be a replica of one process that has inherited a launcher's variables.   A script may need them itself."""
+    """Run a replica of one process that has inherited a launcher's variables. A script may need these variables."""
     if run.config.script is None:
         forget_launcher(inherited)
     return replica.train_or_run_script(run, session)
@@ -115,7 +115,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
 
 
 def _has_no_round_left(session: Session) -> bool:
-    """Whether rank 0 needs the other ranks no longer, even if it goes on: it saves its model, for example."""
+    """Whether rank 0 no longer needs the other ranks, even if it continues: for example, to save its model."""
     rv = session.rv
     return rv.is_leaving or rv.is_done or rv.members.status.phase == "left"
 
@@ -219,7 +219,7 @@ class LeadingEvaluator:
 
 
 def follow() -> int:
-    """Be a rank that rank 0 leads. Return the exit code."""
+    """Run a rank that rank 0 leads. Return the exit code."""
     import torch
 
     from diloco.outer.ranks.group import Group

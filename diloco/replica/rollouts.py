@@ -7,13 +7,13 @@
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
 trains them.  A bundle of an earlier t has older weights: an actor's, which has log-probs, is used if it is at most
-fleet.staleness outer steps older; a session's is not.  An actor's has to pass the door (door.py), too.  This depends
+fleet.staleness outer steps older; a session's is not.  An actor's must pass a check (door.py), too.  This depends
 only on the chain and on records, so every session of a slot decides alike.
 
-A bundle may be the reason why a session ends: rollouts that are too long for the device's memory.  So a session whose
-two predecessors ended without counted work passes over the bundles of others, and has a noise of its own.
+A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
+predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
 
-A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
+If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.
 
 With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
 no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.

@@ -254,7 +254,7 @@ def with_script(record: RunRecord, answers: Readable) -> RunRecord:
 
 def decode_run(url: str, body: bytes) -> RunRecord:
     """Read run.json.   Raises WireError with the run's URL and the next thing to do."""
-    if SEALED.search(body):  # a store under the key takes the seal off
+    if SEALED.search(body):  # a store with the run key would have removed the seal
         from rendezvous.stores.signed import LOST_SEAL
 
         raise WrongRun(LOST_SEAL.format(url=url))
@@ -283,7 +283,7 @@ def read_model(run: Run) -> ModelRecord | None:
     is_script = run.config.script is not None  # ConfigError: a program with make_diloco publishes no model
     later = [layout.commit_key(0), *([] if is_script or run.record.parent.url else [layout.snapshot_key(0)])]
     if (body := run.store.get(layout.MODEL_MANIFEST)) is None and any(run.store.get(key) is not None for key in later):
-        body = run.store.get(layout.MODEL_MANIFEST)  # it may have been published since the first look
+        body = run.store.get(layout.MODEL_MANIFEST)  # the model may have been published since the first look
         if body is None and (not is_script or run.store.list("model/")):
             raise RecordsLost(
                 f"{run.url}/{layout.MODEL_MANIFEST} is lost, though the run has begun. It names the start model, and "

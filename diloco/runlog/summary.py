@@ -66,7 +66,7 @@ def curve_of(report: Report) -> Curve:
 def summary(report: Report) -> str:
     """Return one screen of text: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
-    lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
+    lines += [f"  continues from {parent}"] if (parent := report.config.get("parent")) else []
     lines += _curve_lines(report)
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)

@@ -62,7 +62,7 @@ def test_steps_that_cannot_be_judged_or_are_gone_leave_a_stretch() -> None:
     found = bisect([0, 4, 5, 6, 8, 9, 10], judged_from(8, unclear=(6,)))
     assert (found.before, found.after, found.unclear, found.gone) == (5, 8, (6,), (7,))
     assert found.lines("runs/x")[:3] == [
-        "θ_5 is good, θ_8 is bad: the outer steps 5 to 7 lie between, and one of them caused it",
+        "θ_5 is good, θ_8 is bad: one of the outer steps 5 to 7 between them caused it",
         "θ of 6 could not be judged",
         "θ of 7 is not kept any more (fleet.keep)",
     ]
