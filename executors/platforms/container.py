@@ -360,7 +360,7 @@ def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before we asked
+        if os.getppid() != parent:  # the parent ended before we asked
             sys.exit(exitcodes.LEFT)
 
 

@@ -135,7 +135,7 @@ def _start_process(run: Run) -> Detached:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
         )
 
-    child.returncode = 0  # it may outlive us; Popen must not warn about that
+    child.returncode = 0  # the supervisor may outlive us; Popen must not warn about that
 
     def ended() -> Outcome | None:
         pid, status = os.waitpid(child.pid, os.WNOHANG)

@@ -1,6 +1,6 @@
 """Checks, before the slot is claimed and without importing torch, that the GPU that was asked for is there.
 
-    asked: ("H100:2",) ──▶ torch's build      made for the CPU only         USER_ERROR: every start would end so
+    asked: ("H100:2",) ──▶ torch's build      made for the CPU only         USER_ERROR: every start would fail
                       ──▶ libcuda, cuInit     no driver, no device           CRASHED: another machine may have it
                       ──▶ cuDriverGetVersion  older than torch's CUDA        USER_ERROR
                       ──▶ cuDeviceGetName     "NVIDIA H100 80GB HBM3"        into the journal, by DEVICE_ENV

@@ -35,7 +35,7 @@ def says_out_of_memory(*texts: str) -> bool:
 
 
 def from_outside(exit_code: int | None, *texts: str) -> bool:
-    """Whether a signal of another process ended this one, and memory was not the reason."""
+    """Whether another process's signal ended this process, and memory was not the reason."""
     return exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not says_out_of_memory(*texts)
 
 

@@ -177,7 +177,7 @@ class Register:
 def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
     """Run one replica and return its end as data.  This is the body of every deployed function.
 
-    It raises only interruptions: Modal then starts a preempted input again, and ends a cancelled input.
+    The function raises only interruptions: Modal then starts a preempted input again, and ends a cancelled input.
     """
     spec = ReplicaSpec.from_dict(raw)
     note = Note.from_dict(raw_note)
