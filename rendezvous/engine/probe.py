@@ -107,7 +107,7 @@ ESSENTIAL = {
 class Estimate:
     """Costs of one outer sync, for all replicas together.
 
-    dollars: by the list prices of 2026 in us-east-1; None if they are unknown.
+    dollars: the costs by the list prices of 2026 in us-east-1; None if they are unknown.
     """
 
     seconds: float

@@ -127,7 +127,7 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 
 @dataclass(eq=False, repr=False)
 class Collector:
-    """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
+    """One replica's collector.  A bisection finds the step at which this or another collector stopped.
 
     budget: bytes of old blobs that are kept.   elements(fragment): number of elements in the fragment's flat vector.
     store: a store without retries; a failed deletion is tried again at the next call.
@@ -158,7 +158,7 @@ class Collector:
         self._warned = False
 
     def note_commit(self, commit: Commit) -> None:
-        """Note a commit that was read.  It needs no request, and any thread may call it."""
+        """Note a commit that was read, without a request. Any thread may call this."""
         self._news.append((commit.t, self._sizes_of(commit)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:

@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnBody:
-    """This replica's own body in memory.  It is read from there, and uploaded again if the store loses it."""
+    """This replica's own body in memory: read from there, and uploaded again if the store loses it."""
 
     step: int
     key: str

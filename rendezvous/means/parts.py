@@ -50,7 +50,7 @@ class MeanParts:
             if not self.take(commit, j, part, out):
                 try:
                     self.make(commit, part, out)
-                except Corrupt:  # perhaps it was announced meanwhile, and its bodies were collected
+                except Corrupt:  # perhaps the part was announced meanwhile, and its bodies were collected
                     if not self.take(commit, j, part, out):
                         raise
 

@@ -431,7 +431,7 @@ class Control(Record):
 
 @dataclass(frozen=True)
 class Beat(Record):
-    """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
+    """A heartbeat: overwritten, and only a hint. A heartbeat shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
     data: the inner step, in its slot's data, that it trains on; actors read this (diloco/actor/).

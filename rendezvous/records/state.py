@@ -27,7 +27,7 @@ UNVERIFIED = "unverified"
 
 
 class ReplicatedState(Protocol):
-    """θ and the outer momentum, per fragment.  Its owner applies means to it."""
+    """θ and the outer momentum, per fragment. The state's owner applies means to it."""
 
     def size(self, fragment: int) -> int:
         """Return the number of elements in a fragment's flat vector; 0 if it may change from step to step."""
