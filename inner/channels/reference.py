@@ -120,7 +120,7 @@ def encode_fitting_pairs(
     limit: int | None,
     skip_unfit: bool = False,
 ) -> list[PairIds]:
-    """Encode the pairs that fit this model.   limit: its positions.   skip_unfit: leave out the others.
+    """Encode the pairs that fit this model.   limit: the model's positions.   skip_unfit: leave out the rest.
 
     render(messages, opened, tools) -> ids.   Raises InnerError for the first pair that does not fit, or if none fits.
     """

@@ -53,7 +53,7 @@ Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # True: no further
 
 @dataclass(frozen=True)
 class RequestClock:
-    """Clock and sleep, in seconds. Tests pass one that does not wait."""
+    """Clock and sleep, in seconds.  In tests, `sleep` does not wait."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep

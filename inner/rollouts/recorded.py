@@ -239,7 +239,7 @@ def _starts_with(content: Any, before: Any) -> bool:
 
 
 def _renders(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) -> bool:
-    """Whether this trainer gives the prompts the recorded tokens. Also True if the template depends on the clock."""
+    """Whether this trainer renders the prompts as the recorded tokens.  Also True if the template reads the clock."""
     if "strftime_now" in str(trainer.chat_template or getattr(trainer.processing_class, "chat_template", "")):
         return True
     known = dict[str, list[int]]()

@@ -51,7 +51,7 @@ def score_rows(
 
 @contextmanager
 def committed_weights(model: nn.Module, theta: Theta | None) -> Iterator[None]:
-    """Give the model the committed θ, rounded to its dtype, during a `with`.   theta: None: not in a run, no change.
+    """Give the model the committed θ, rounded to its dtype, during a `with`.   theta: None outside a run: no change.
 
     Copy trainable weights only if they differ from θ. Right after a sync of one fragment they do not differ."""
     if theta is None:

@@ -58,7 +58,7 @@ class ToolsAtOnce:
     """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
 
     workers: threads that run at once.   limit_s: seconds that one call may take; None: no limit.
-    loop: runs the async tools.   in_order: rollouts whose calls stay in TRL's loop.   hung: those whose `reset` hangs.
+    loop: runs the async tools.   in_order: rollouts whose calls TRL's loop makes.   hung: those whose `reset` hangs.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class ToolsAtOnce:
             self._give_back()
 
     def _run_async(self, calls: Sequence["_Call"]) -> None:
-        """Run a rollout's async calls together, after its others, as TRL does."""
+        """Run a rollout's async calls together, after its other calls, as TRL does."""
         for call in calls:
             task = asyncio.run_coroutine_threadsafe(_within(self._limit_s, call), self._loop)  # type: ignore[arg-type]
             task.add_done_callback(lambda done, call=call: _copy_result(done, call.answer))

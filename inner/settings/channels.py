@@ -178,7 +178,7 @@ class ProcessSettings(Table):
     weight: float = setting(1.0, "w, the weight of a turn's advantage beside that of its rollout.", above=0)
     credit: str = setting(
         "turn",
-        'The tokens that learn from a turn\'s score: "turn" its own, "rest" also those before it.',
+        'Tokens that learn from a turn\'s score: "turn": the turn\'s own, "rest": also earlier ones.',
         one_of=CREDITS,
     )
     function: str | None = setting(

@@ -40,7 +40,7 @@ class PolicyTrainer(GenerationTrainer):
         self._theta = theta
 
     def report_to(self, host: "Host") -> None:
-        """Take a host for errors of the user's code. Does nothing here: rewards report to the host in RewardCalls."""
+        """Do nothing with the host of user errors: for rewards, RewardCalls reports to it."""
 
     def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()

@@ -3,7 +3,7 @@
     trainer's state ──kept──▶ code's state ──▶ a call ──▶ code's state, kept ──▶ trainer's state, bit for bit
 
     random numbers of torch, CUDA, numpy, random     the rewards have their own, which continue from call to call
-    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` tells of a change, once
+    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` reports a change once
     sys.argv                                         [the file], so that its argparse sees none of our arguments
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.

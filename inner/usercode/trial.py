@@ -59,7 +59,7 @@ class Trial:
 
     template: whether the chat template wrote the prompts; else they are plain text.
     cause: if the reward is the same for everything, the likely cause, as text.
-    cut: text about answers that are longer than a completion may be.   answered: about prompts that end with an answer.
+    cut: text about answers that are longer than a completion may be.   answered: text about prompts with an answer.
     """
 
     prompts: int

@@ -52,7 +52,7 @@ def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
         words += ["--ro-bind-try", path, path]
     for path in sorted(root.iterdir()):
         words += ["--bind", str(path), f"/{path.name}"]
-    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # inside of a task's own /etc, too
+    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # also inside a task's own /etc
     return [*words, "--chdir", folder, "--"]
 
 

@@ -116,7 +116,7 @@ class GeneratorActor(RoleActor):
 
 
 class SDPOTeacherActor(RoleActor):
-    """A copy of the policy at the beginning of the outer step, which sees the hint."""
+    """The policy as it was at the beginning of the outer step; it sees the hint."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         super().__init__(SDPO_TEACHER)

@@ -117,7 +117,7 @@ def _process_of(actor: Any, role: str) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process runs. An ended one may stay in the system's table until its parent reads its exit code."""
+    """Whether the process runs.  One that ended stays in /proc until its parent reads its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

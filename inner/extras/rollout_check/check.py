@@ -130,7 +130,7 @@ def check_rollouts(
 
 
 def _compared(differences: Sequence[float], told: Sequence[float]) -> Sequence[float]:
-    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens have none."""
+    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens lack one."""
     known = [off for off, claim in zip(differences, told, strict=True) if claim == claim]
     return known if len(differences) - len(known) <= MISSING * len(differences) else differences
 

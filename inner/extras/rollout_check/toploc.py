@@ -41,8 +41,8 @@ MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 class ProofCheck:
     """The result for one rollout's proofs; each number is the worst proof's.
 
-    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
-    mantissas; infinite if no exponent is right.
+    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the
+    others' mantissas; infinite if no exponent is right.
     """
 
     mismatches: float
