@@ -149,7 +149,7 @@ KINDS: Mapping[str, EventKind] = {
     "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"
     ),
-    "fenced_off": EventKind(NEWS, "A supervisor closed a slot to an unending launch, whose work does not count."),
+    "fenced_off": EventKind(NEWS, "A supervisor fenced off a launch that does not end: its work does not count."),
     "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),

@@ -44,7 +44,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pace:
-    """The arithmetic from inner steps to places.   interval: inner steps per outer step, H / F.
+    """Computes places from inner steps.   interval: inner steps per outer step, H / F.
 
     accumulated, served: micro-batches per inner step and per generation.
     """
@@ -81,7 +81,7 @@ def open_places(
 
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
-    former: that step at the time of the oldest heartbeat's write (default: weights), as short steps may pass since.
+    former: the value of `weights` when the oldest heartbeat was written (default: weights).
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
     the place; below 0: the slot will probably fill the place itself, so the place comes last.

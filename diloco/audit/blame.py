@@ -1,4 +1,4 @@
-"""Rank replicas or outer steps by their effect on a number: compute θ_b again, leaving out one at a time.
+"""Rank replicas or outer steps by their effect on a number: compute θ_b again without one of them at a time.
 
     θ_a ─┬─ ḡ_a ──────── ḡ_a+1 ──────── … ──▶ θ_b       loss 2.87            as it was
          ├─ Σ_{i≠r} wᵢxᵢ / Σ_{i≠r} wᵢ ─ … ──▶ θ_b′      loss 2.51   −0.36    without replica r: the others' mean, in
@@ -90,7 +90,7 @@ class Blame:
 
     @property
     def harm(self) -> Without | None:
-        """The omission that improves the number most, if by more than noise; else None."""
+        """The omission that improves the number most; None if noise may explain it."""
         if not self.metric or self.better == UNKNOWN or not self.without:
             return None
         worst = max(self.without, key=lambda one: self.better * self.change(one))

@@ -180,7 +180,7 @@ class _Session(StandIn):
         self.stats: Callable[[], dict[str, float]] = dict
 
     def follow(self) -> None:
-        """Take the session's inner steps, and compare its offers."""
+        """Compute the session's inner steps again, and compare its offers."""
         with tempfile.TemporaryDirectory() as scratch, suppress(_Checked), _threads(self._threads()):
             self._train(Path(scratch))
 
@@ -273,7 +273,7 @@ class _Session(StandIn):
             self._step += 1
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Ignore: without fragments no work is left for a missed step."""
+        """Do nothing: without fragments no work is left for a missed step."""
 
     def close(self, reason: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The outer learning rate "auto": as large as the likeness of successive means allows.
+"""The outer learning rate "auto": the more successive means agree, the smaller it is.
 
     η = TARGET / (1 + μ/(1 − μρ̂))        ρ̂: an average of ρ (safety.py), the cosine of successive means
 

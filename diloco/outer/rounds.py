@@ -183,7 +183,7 @@ class StoreRounds:
         return offer
 
     def _samples_inside(self, stats: dict[str, float]) -> float:
-        """Return how many samples the offered Δ has: of all rounds since its fragment's last offer."""
+        """Return the number of samples in the offered Δ: in all rounds since its fragment's last offer."""
         self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
         fragment = self.session.rv.fragment
         inside, self._samples[fragment] = self._samples[fragment], 0.0

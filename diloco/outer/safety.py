@@ -130,7 +130,7 @@ def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm:
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason why a step does less than it seems to.   first: successive steps with it before the first warning."""
+    """A reason why a step does less than it seems to.   first: it must be found in so many successive steps to warn."""
 
     kind: str
     text: str

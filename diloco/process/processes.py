@@ -3,7 +3,7 @@
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
     mark_run(url)        ─▶ an anonymous file of this process, with one digest for each run
     works_for(pid, url)  ◀─ /proc/PID/fd/…, which only the process's own user (and root) can read
-                            True, False (it works for other runs), None: it has no mark
+                            True; False: it works for other runs; None: it has no mark
     laptop~5f0c3a9d1e27      this machine since it booted, and its PID namespace (rendezvous/machine.py)
     modal/r01.3              inside a rented container: its launch
 

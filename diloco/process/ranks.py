@@ -87,7 +87,7 @@ class Followers:
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
     def end(self, patience_s: float = END_S) -> None:
-        """End the ranks, now that rank 0's work is done.   patience_s: time for them to end by themselves."""
+        """End the ranks, now that rank 0's work is done.   patience_s: seconds before a rank is killed."""
         self._ending = True
         until = time.monotonic() + patience_s
         for process, _ in self._ranks:

@@ -258,7 +258,7 @@ def process_fields() -> dict[str, Any]:
 class SessionHost:
     """The inner.host.Host of a session: messages about the user's code go to the heartbeat and to the log.
 
-    run: its nonce.   box_usd_per_hour: instead of the provider's price.   Each note resets the watchdog, because a
+    run: its nonce.   box_usd_per_hour: replaces the provider's price.   Each note resets the watchdog, because a
     reward that is retried has time limits of its own.
     Not promised: that a note is seen. The next phase of the replica overwrites it.
     """

@@ -412,8 +412,8 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
 
 
 def share_of(config: RunConfig, slot: str) -> "Share":
-    """Return the slot's share of the rows, which are divided by the run's first number of replicas.  Slots that were
-    added later share all rows again, in another order."""
+    """Return the slot's share of the rows.  The run's first slots divide all rows among them.  Slots that were added
+    later divide all rows again, in another order."""
     from inner.data.order import Share
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)

@@ -6,8 +6,8 @@
     generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
-trains them.  A bundle of an earlier t has older weights: an actor's, which has log-probs, is used if it is at most
-fleet.staleness outer steps older; a session's is not.  An actor's must pass a check (door.py), too.  This depends
+trains them.  A bundle of an earlier t has older weights.  An actor's bundle has log-probs: it is used if at most
+fleet.staleness outer steps older, and if it passes a check (door.py).  A session's is not used.  This depends
 only on the chain and on records, so every session of a slot decides alike.
 
 A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
@@ -256,7 +256,7 @@ class BucketPlaces:
         return seal_bundle(payload, record)
 
     def _create(self, key: str, body: bytes) -> bytes:
-        """Create the object unless it exists; return the existing one.  `find` saw none, so no GET comes first."""
+        """Create the object unless it exists, and return the object's bytes.  No GET first: `find` saw no object."""
         try:
             self.store.create(key, body)
             return body

@@ -1,7 +1,7 @@
 """A run that a program founds by itself, with `StoreManager` and `make_diloco`, or inside a script of `diloco launch`.
 
     ensure_slot       the first control record, or one that has this slot
-    take_free_slot    slot "auto": the first free one; beside a supervisor, one that it never fills (a guest's)
+    take_free_slot    slot "auto": the first free slot; with a supervisor, a slot that it never fills
     agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
     open_session      the session of a replica that a program starts, or that `diloco launch` started for it
     launched_session  the session that a replica's process holds for the script which it runs

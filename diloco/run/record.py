@@ -276,7 +276,7 @@ OPENING = (layout.RUN, layout.SEAL)  # the records that every reader needs first
 
 
 def read_model(run: Run) -> ModelRecord | None:
-    """Return the record of the run's model; None before it is published.   Raise RecordsLost if it was, and is gone.
+    """Return the record of the run's model; None before it is published.   Raise RecordsLost if it is lost.
 
     A commit is later than the model, and so is snapshot 0, but in a fork and in a script's run. A script with
     make_diloco publishes none: then no key begins with model/."""
@@ -316,7 +316,7 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
 
 @dataclass(frozen=True)
 class Superseded(Record):
-    """The record in place of commit 0: the run that counts is below `again`."""
+    """A record in place of commit 0, which says that `again` contains the run that counts."""
 
     kind: ClassVar[str] = "superseded"
     nonce: Word
@@ -335,7 +335,7 @@ def is_superseded(store: Readable) -> bool:
 
 
 def leads_on(store: Store, answers: Readable) -> bool:
-    """Whether the store has the run's own Superseded.   answers: the same store, or its earlier answers.
+    """Whether the store has a Superseded of this run.   answers: the same store, or its earlier answers.
 
     A sealed run's Superseded must have the tag. Otherwise any writer to the bucket could keep the paying user
     from ending the fleet.  Raises WrongRun without the key of a sealed run."""

@@ -26,7 +26,7 @@ NUMBERS = {
 
 
 class Counted(NamedTuple):
-    """One offer that a commit lists.   factor: the norm gate's factor.   samples: how many it learned from.
+    """One offer that a commit lists.   factor: the norm gate's factor.   samples: number of its samples.
 
     zero: whether the offer's pseudogradient is zero."""
 

@@ -74,7 +74,7 @@ def worth(report: "Report") -> Worth:
 
 
 def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
-    """Return the mean cosine between two replicas over the newest steps with one, and their mean number."""
+    """Return (mean cosine between two replicas, mean number of replicas) over the newest steps with a cosine."""
     told = [step for step in steps if "cos_pair" in step.numbers and len(step.fresh) > 1][-RECENT:]
     if not told:
         return None, 0.0

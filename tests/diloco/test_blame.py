@@ -185,7 +185,7 @@ def test_the_planted_replica_is_named(tmp_path: Path) -> None:
     assert {one.left_out for one in found.without} == {5}
     assert "r01 did most harm: without it, it would be" in "\n".join(blame_lines(found))
     assert blamed(run, 0, SINCE).harm is None  # no replica did harm before
-    assert "none stands out" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
+    assert "none is to blame" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
     unmeasured = blame_lines(blamed(run, SINCE, SINCE + 2, metric=False))
     assert "r01 pulled against the others" in unmeasured and "without r01" in unmeasured[0]
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before

@@ -217,7 +217,7 @@ class Led(StandIn):
         self._lead(lambda: self._rounds.close(self._rounds.why if reason != "done" else reason))
 
     def _end_inner_steps(self) -> None:
-        """Take the round's numbers of all ranks to rank 0. Refuse ranks that did not train together."""
+        """Send the round's numbers of all ranks to rank 0. Refuse ranks that did not train together."""
         self._merged = merged_numbers(self.group.gather(self.stats()))
         if self._fragments:
             moves = self.group.gather([move for fragment in self._fragments for move in fragment.moves()])

@@ -79,7 +79,7 @@ class Feed:
         return report
 
     def _time_of_run(self, report: Report) -> float:
-        """Return the time by the clocks of the run's machines: its newest sign of life, and our seconds since then.
+        """Return the time by the clocks of the run's machines: the newest record's time + the seconds since we read it.
 
         This machine's own wall clock may be an hour off.
         """
@@ -141,7 +141,7 @@ class Feed:
 
 
 def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
-    """Take one lock per tracker until this process ends.   Raises TrackerBusy if another process here has one."""
+    """Take one lock per tracker until this process ends.   Raises TrackerBusy if another process here has a lock."""
     folder = cache_root().parent / "trackers"
     folder.mkdir(parents=True, exist_ok=True)
     held = list[IO[str]]()
