@@ -39,7 +39,7 @@ def refusal(capsys, *argv: object) -> str:
             "one out"),
         (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
         (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
-        ([], "diloco: VERB must be given; `diloco --help` says what it is"),
+        ([], "diloco: VERB must be given; `diloco --help` explains it"),
     ],
 )  # fmt: skip
 def test_one_line_with_the_nearest_word(capsys, argv, said):

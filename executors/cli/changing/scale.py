@@ -80,7 +80,7 @@ def _check_size(replicas: int, quorum: int, actors: int) -> None:
         raise UsageError(f"{many} slots are more than a run can have. Ask for at most {layout.MOST_SLOTS}")
     if replicas < quorum:
         raise UsageError(
-            f"every outer step needs {quorum} replicas, so with {replicas} no step could be taken. "
+            f"every outer step needs {quorum} replicas, so a run with {replicas} could take no step. "
             f"Scale to {quorum} at least, or add --min-replicas {replicas}"
         )
 

@@ -68,7 +68,7 @@ def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
     if args.option:
-        raise run_url.UsageError("--option belongs to --all: a run knows its own places. Leave it out")
+        raise run_url.UsageError("--option belongs to --all: a run's records name its platforms. Leave it out")
     from executors.cli.changing import scale
     from executors.supervision.shutdown import purge_run, stop_run
 

@@ -153,7 +153,7 @@ def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
     status = executor.poll([handle])[0]
     if status.stale or not status.state.ended:
         return None
-    with suppress(Exception):  # the log is optional: the end is known without it
+    with suppress(Exception):  # the log is optional: the end is known anyway
         tail = [line for line in executor.logs(handle, TAIL) if line.strip()]
         if status.reason not in "\n".join(tail):
             tail.append(status.reason)

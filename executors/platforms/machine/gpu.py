@@ -35,7 +35,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Driver:
-    """The state of NVIDIA's driver.   devices: the names of the visible GPUs.   error: why there are none, in words.
+    """The state of NVIDIA's driver.   devices: the names of the visible GPUs.   error: why no device is known.
 
     version: the newest CUDA that the driver supports, as 1000 · major + 10 · minor; 0 without a driver.
     """

@@ -9,7 +9,7 @@
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
                      until: the Unix time at which the lease of a launcher without a supervisor ends (short_form.py)
 
-Not promised: that the Hub lists a new job at once; `start` and its caller allow for a delay.
+Not promised: that the Hub lists a new job at once; `start` and its caller wait for the job in the list.
 """
 
 import os

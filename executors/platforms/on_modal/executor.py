@@ -8,7 +8,7 @@
 Calls of a deployed app continue if this process ends, and the dict lets another process find them.  Modal itself
 starts a preempted or crashed input again, under the same handle; the number of crashes is limited.
 
-Not promised: that a RUNNING call has a container; between a preemption and the next start it has none.
+Not promised: that a RUNNING call has a container: after a preemption, none exists until the next start.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -9,7 +9,7 @@
                                   GiveUp    another start would change nothing
 
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
-again after every kind of end: DONE meant fewer steps, and a cancel by another user is a loss.  A slot with a newer
+again after every kind of end: DONE was for fewer steps, and a cancel by another user is a loss.  A slot with a newer
 generation is left alone while the newer one sends heartbeats.  A platform may restart a process by itself.  So while it
 says RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A
 replica that waits for a machine (PENDING) is not silent.
@@ -52,8 +52,8 @@ class Limits:
     reward_failures: consecutive ends by a reward that has worked before (Strikes).   reward_backoff_s: pause before the
     first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
-    restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
-    fence_s: time between the request to end and the fence.   drain_s: time to leave after a request.
+    restart_grace_s: silent_s for a platform, which may restart it.   boot_s: until its first heartbeat on a platform.
+    fence_s: from the request to end to the fence.   drain_s: time to leave after a request.
     """
 
     failures: int = 3
