@@ -51,7 +51,7 @@ class OfferBook:
     _offers: dict[tuple[int, str], Offer] = field(default_factory=dict[tuple[int, str], Offer])  # offers never change
 
     def open_step(self, step: int, base: str) -> None:
-        """Make `step` the open step.   base: digest of the θ from which it starts."""
+        """Make `step` the open step.   base: digest of the θ from which the step starts."""
         self.step = step
         self.base = base
         self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self.rules.window}

@@ -1,4 +1,4 @@
-"""Bodies that no encoder writes, and sums that are not finite: what a mean does with them.
+"""How a mean treats bodies that no encoder writes, and sums that are not finite.
 
     a body is poisoned ──▶ the mean is made again, of the others (reduce.py)     a sum overflows ──▶ its elements are 0
 

@@ -194,7 +194,7 @@ class Encoder:
             held |= {int(name[len(kind) :]): np.array(a) for name, a in sorted(unsent.items()) if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
-        """Stop using this body's memory until `give_back`; the next body is written elsewhere."""
+        """Stop using this body's memory until `give_back`; the next body gets other memory."""
         if np.may_share_memory(body, self._body):
             self._body = page_aligned(0)
 
