@@ -81,7 +81,7 @@ def open_places(
 
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
-    former: the value of `weights` when the oldest heartbeat was written (default: weights).
+    former: the outer step of those weights when the oldest heartbeat was written.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
     the place; below 0: the slot will probably fill the place itself, so the place comes last.

@@ -96,7 +96,7 @@ def first_replicas(url: str) -> int:
 
 
 def take_free_slot(store: Store, clock: Clock) -> tuple[str, int]:
-    """Claim the first slot that has no claim or whose session has left.   Return it and the claim's generation.
+    """Claim the first slot that has no claim or whose session has left.   Return the slot and its generation.
 
     In a run with a supervisor, the slot is a guest's: the supervisor never starts a replica in it.
     """

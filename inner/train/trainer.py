@@ -160,7 +160,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def report_to(self, host: Host) -> None:
         """Report errors in hints and in the process reward to `host`; continue training. An error in a hint costs only
-        that hint; after one in the process reward, the batch has no scores."""
+        that hint; after an error in the process reward a batch has no scores."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
         if self._process is not None:
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
