@@ -34,7 +34,7 @@ class EventKind:
 
 
 KINDS: Mapping[str, EventKind] = {
-    # ---------------------------------------------------------------- a fault; the run goes on
+    # ---------------------------------------------------------------- a fault; the run continues
     "warning": EventKind(WARNING, "Look at this warning; its text has the reason."),
     "forged": EventKind(
         WARNING, "A record without this run's seal was ignored: another program can write to the bucket.",
@@ -54,7 +54,7 @@ KINDS: Mapping[str, EventKind] = {
         "an older snapshot is used; diloco verify says more",
     ),
     "base_differs": EventKind(
-        WARNING, "Two replicas began a step from different weights. Those replayed from the bucket decide.",
+        WARNING, "Two replicas began a step from different weights. The weights replayed from the bucket are valid.",
         "the work from wrong weights does not count; diloco verify says more",
     ),
     "replay_differs": EventKind(
@@ -68,7 +68,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "disk_full": EventKind(
         WARNING, "A disk or a quota is full. Writers wait until there is room; nothing that was committed is lost.",
-        "free some space; all wait for it",
+        "free some space; all writers wait for it",
     ),
     "boxes_failed": EventKind(WARNING, "A sandbox provider gave no box; see its error.", "see its quota, the image"),
     "nothing_learned": EventKind(
@@ -80,12 +80,12 @@ KINDS: Mapping[str, EventKind] = {
         "diloco check CONFIG tries the reward here",
     ),
     "hint_failed": EventKind(
-        WARNING, "The hint for a failed turn could not be made. That turn is trained without one.",
-        "o shows rollouts; the batch is learned from without the hint",
+        WARNING, "The hint for a failed turn could not be made. The turn is trained without a hint.",
+        "o shows rollouts; the replica trains on the batch without the hint",
     ),
     "process_failed": EventKind(
-        WARNING, "The process reward gave no scores for a batch. The batch is learned from by its rewards alone.",
-        "the batch is learned from by its rewards alone; diloco check CONFIG tries the function",
+        WARNING, "The process reward gave no scores for a batch. Only the batch's rewards train the model.",
+        "the batch is trained with its rewards alone; diloco check CONFIG tries the function",
     ),
     "actor_given_up": EventKind(
         WARNING, "An actor failed too often and is not started again. Replicas make its rollouts themselves.",
@@ -93,7 +93,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "rollouts_refused": EventKind(WARNING, "Recorded rollouts did not fit; others were made.", "diloco verify --inner"),
     "rollouts_doubted": EventKind(WARNING, "An actor's rollouts failed the check; others were made.", "stop it"),
-    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training went on.", "look at the store"),
+    "rollouts_lost": EventKind(WARNING, "Rollouts could not be kept or read. Training continued.", "look at the store"),
     # ---------------------------------------------------------------- a session, a launch or a request is lost
     "killed": EventKind(
         LOSS, "A signal ended the process without notice. At most its work since its last upload is lost.",
@@ -112,10 +112,10 @@ KINDS: Mapping[str, EventKind] = {
         "its supervisor starts it again; l shows where it hung",
     ),
     "diverged": EventKind(
-        LOSS, "The replica's weights had another digest than the run's. It ended, and its next session heals.",
+        LOSS, "The replica's weights had another digest than the run's. The replica ended; its next session heals.",
         "the next session heals from the bucket; if it comes again on that machine, use another one",
     ),
-    "outdated": EventKind(LOSS, "An object that the session needed was deleted (fleet.keep). Its next session heals."),
+    "outdated": EventKind(LOSS, "An object that a session needed was deleted (fleet.keep). The next session heals."),
     "bad_delta": EventKind(
         LOSS, "The replica's pseudogradient held NaN or infinity, or was far too long. The slot's next session heals.",
         "a smaller inner.lr, or float32 weights, if it comes again",
@@ -132,10 +132,10 @@ KINDS: Mapping[str, EventKind] = {
         LOSS, "The platform refused a launch, or a store a request. You must fix this; see the text.",
         "look at the platform's credentials and quota",
     ),
-    "sync_failed": EventKind(LOSS, "A round could not be finished. The replica goes on with the next one."),
+    "sync_failed": EventKind(LOSS, "A round could not be finished. The replica continues with the next round."),
     "platform_silent": EventKind(
-        LOSS, "The platform gives no answer. Replicas that run go on; none is started or replaced meanwhile.",
-        "replicas go on; none is replaced until it answers",
+        LOSS, "The platform gives no answer. Running replicas continue; none is started or replaced meanwhile.",
+        "replicas continue; none is replaced until the platform answers",
     ),
     # ---------------------------------------------------------------- the fleet changes
     "started": EventKind(NEWS, "A supervisor began to look after the run."),
@@ -149,7 +149,7 @@ KINDS: Mapping[str, EventKind] = {
     "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"
     ),
-    "fenced_off": EventKind(NEWS, "A supervisor closed a slot to a launch that did not end: its work does not count."),
+    "fenced_off": EventKind(NEWS, "A supervisor fenced off a launch that does not end: its work does not count."),
     "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
@@ -159,7 +159,7 @@ KINDS: Mapping[str, EventKind] = {
     "pending": EventKind(DETAIL, "The launch waits for a machine."),
     "running": EventKind(DETAIL, "The launch has its machine."),
     "ended": EventKind(DETAIL, "A launch ended as it was asked to."),
-    "looks_again": EventKind(DETAIL, "Blobs were deleted while a session read them. It reads a newer snapshot."),
+    "looks_again": EventKind(DETAIL, "Blobs were deleted while a session read them. The session reads newer ones."),
     "healed": EventKind(
         DETAIL, "A session read the newest snapshot and the means after it: it has the run's weights, bit for bit."
     ),
@@ -170,25 +170,25 @@ KINDS: Mapping[str, EventKind] = {
     "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The last session's leave file is damaged: codec and moments start at 0."),
-    "residual_dropped": EventKind(DETAIL, "No time was left to upload the codec's residual. It is lost."),
+    "residual_dropped": EventKind(DETAIL, "No time was left to upload the codec's residual. The residual is lost."),
     "baggage_dropped": EventKind(DETAIL, "No time was left to upload the moments. The next session has none."),
-    "no_leave_record": EventKind(DETAIL, "The leave record was not written; others wait until its beat is old."),
+    "no_leave_record": EventKind(DETAIL, "The leave record was not written; others wait until its heartbeat is old."),
     "snapshot": EventKind(DETAIL, "Weights and outer momentum were written. A session that joins reads them."),
-    "snapshot_copied": EventKind(DETAIL, "A snapshot's unread rest was copied, as the next outer step was due."),
+    "snapshot_copied": EventKind(DETAIL, "The rest of an unfinished snapshot was copied: an outer step was due."),
     "not_written": EventKind(DETAIL, "A snapshot or mean could not be written. Another replica can write it."),
     "collected": EventKind(DETAIL, "Old pseudogradients, means and snapshots were deleted (fleet.keep)."),
     "boxes_swept": EventKind(DETAIL, "The supervisor stopped the run's boxes, and none is left."),
     "garbage_stays": EventKind(DETAIL, "Old objects could not be deleted. They only take space."),
-    "codec": EventKind(DETAIL, "How this run encodes pseudogradients."),
+    "codec": EventKind(DETAIL, "The codec of this run's pseudogradients."),
     "weights": EventKind(DETAIL, "The step's weights were written in bf16, for engines that generate rollouts."),
     "weights_left_out": EventKind(DETAIL, "The store is slower than a round: a step's bf16 weights were not written."),
     "weights_refused": EventKind(DETAIL, "A reader of the bf16 weights ignored weights: damaged, or of another θ."),
     "trouble": EventKind(DETAIL, "An alert was sent: a trouble began."),
     "trouble_over": EventKind(DETAIL, "An alert was sent: a trouble is over."),
-    "alerted": EventKind(DETAIL, "The webhook took an alert."),
+    "alerted": EventKind(DETAIL, "The webhook accepted an alert."),
     "alert_failed": EventKind(DETAIL, "An alert did not reach the webhook."),
     # ---------------------------------------------------------------- numbers for curves and bills
-    "rollouts_found": EventKind(DATA, "Rollouts that were recorded before were trained on."),
+    "rollouts_found": EventKind(DATA, "A replica trained on rollouts that were recorded before."),
     "sampled": EventKind(DATA, "An actor sampled rollouts for a slot."),
     "step": EventKind(DATA, "A replica's numbers of an outer step."),
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),

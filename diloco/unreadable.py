@@ -1,4 +1,4 @@
-"""Error messages for a file that is not a config, a URL without run.json, and what a config names and is not there.
+"""Error messages for a file that is not a config, a URL without run.json, and missing things that a config names.
 
     bad.toml, line 3: replicas = 2 3       the file, the line and its text; the TOML parser's message
     grpo.py is a Python script             the kind of file, and where its parts belong
@@ -69,7 +69,7 @@ def file_hint(path: Path) -> str:
 
 
 def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
-    """Return the message for a setting that names no file.   name: its value.   folder: of the config file."""
+    """Return the message for a setting that names no file.   name: its value.   folder: the config file's folder."""
     if not is_code(kind) and path.is_dir():
         return f"{setting_of(kind)}: {folder_words(path)}"
     if not is_code(kind):

@@ -1,4 +1,4 @@
-"""The package that runs replicas.  It handles jobs, exit codes and prices, but no losses and no bucket keys.
+"""The package that runs replicas. This room handles jobs, exit codes and prices, but no losses and no bucket keys.
 
     cli          a command as it is typed: train status logs costs scale drain stop resume export doctor demo setup
      │

@@ -7,8 +7,8 @@
                              all have ended
     in_turn(job, job, …) ──▶ one after the other                  requests that cost no more than a copy
 
-The engine takes a `Background` and a `Together` as arguments and starts no thread itself.  Its caller chooses them
-(`together_on`); the simulator passes greenlets.
+The engine takes a `Background` and a `Together` as arguments and starts no thread itself.  The engine's caller chooses
+them (`together_on`); the simulator passes greenlets.
 
     Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
 
@@ -145,7 +145,7 @@ class Worker:
         if self._ended is not None:
             raise RendezvousError(
                 f"the thread that writes snapshots and announced means has ended ({_describe_error(self._ended)}). "
-                "This replica ends; run the same command again to go on"
+                "This replica ends; run the same command again to continue"
             ) from self._ended
 
     def _run(self) -> None:
@@ -207,7 +207,7 @@ class Parts:
             raise HeartbeatLost(
                 f"'{name}' of the heartbeat failed {TRIES} times in a row, last with {_describe_error(error)}. Without "
                 "it a replica does not see its successor, a stop or the end of its budget, so this replica ends; "
-                "run the same command again to go on"
+                "run the same command again to continue"
             ) from error
         if (name, type(error).__name__) not in self._reported:
             self._reported.add((name, type(error).__name__))

@@ -8,7 +8,7 @@
     │   │   ├── StoreReadOnly     the folder or bucket cannot be written
     │   │   ├── StoreFull         no space left
     │   │   └── StoreGone         the folder that was opened is not at its path any more
-    │   └── StoreUnclear          indefinite: the request may have succeeded; read the object before you go on
+    │   └── StoreUnclear          indefinite: the request may have succeeded; read the object before you continue
     ├── Terminal                  this replica ends; the run continues
     │   ├── Fenced                a higher generation holds the slot
     │   ├── Leaving               the replica was asked to leave; its work is durable

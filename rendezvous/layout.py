@@ -6,7 +6,7 @@
     ├── script.json                                the same for a launched script, when it joins   put_once
     ├── code/{digest}/{name}                       the user's own files, as launched               put_once
     ├── model/{name}                               θ₀'s folder; manifest.json goes last            put_once
-    ├── replicas/{slot}/{generation:06d}.json      who holds the slot; a higher generation fences  put_once
+    ├── replicas/{slot}/{generation:06d}.json      the slot's holder; a higher generation fences  put_once
     ├── alive/{slot}.json                          heartbeat; advisory                             put, by its slot
     ├── steps/{t:010d}/
     │   ├── delta/{slot}-{generation}-{nonce}.bin  a pseudogradient                                put, new name
@@ -74,7 +74,7 @@ MOST_BYTES = {
     "offer": 256 * _KIB,  # 64 digests of shards are 5 KiB; the rest is for statistics
     "commit": 32 * _MIB,  # 5 KiB for each offer that is listed: 256 slots with three late ones each are 5 MiB
     "weights": 64 * _MIB,  # an anchor's parameter layout
-    "control": 256 * _KIB,  # its places contain environments and options
+    "control": 256 * _KIB,  # a record's places contain environments and options
     "log": 64 * _MIB,  # a few rounds of events, or of rollouts
     "rollouts": 1024 * _MIB,  # 9 bytes per token: 512 rollouts of 200,000 tokens
 }

@@ -10,8 +10,8 @@
            │
         any other outcome: back to GET, with the same bytes
 
-A *register* is a key that is written only by `put_once`.  Its content, and no status code, shows which writer won:
-a retried request can collide with its own first try, and a store may answer "exists" where no object is.  So every
+A *register* is a key that is written only by `put_once`.  A register's content, and no status code, shows which writer
+won: a retried request can collide with its own first try, and a store may answer "exists" where no object is.  So every
 body contains a nonce of its writer.
 
 Not promised: that a listed key can be read, or that a readable key is listed.

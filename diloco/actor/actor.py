@@ -7,14 +7,14 @@
          ▲                                                                             │
          └─────────────────────────────────────────────────────────────────────────────┘
 
-    an open place, and its owner: places.py
+    a place: one batch of rollouts of a slot, stored as one bundle; open, owner: places.py
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
 it.  An actor without an open place of its own takes another actor's after a while.  If two actors fill the same place,
 the slower one's work is lost.
 
-An actor has a session as a replica has: a name (a00, a01, …) in place of a slot, with claim, heartbeat and log.  It
-makes no offer, and no replica waits for it.
+Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
+makes no offer, and no replica waits for an actor.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
@@ -61,8 +61,8 @@ SLOW = 3.0  # an owner that has not filled its place after this many times a bun
 class Actor:
     """One actor of a run.
 
-    session: its name stands in place of a slot.  Its heartbeat has the weights' step, the number of bundles that it
-    delivered (inner), the number of those that came too late (data), and the seconds per bundle (rate).
+    session: has the actor's name in place of a slot. Its heartbeat has the weights' step, the number of delivered
+    bundles (inner), the number of bundles that came too late (data), and the seconds per bundle (rate).
     engine: the text that the user typed (inner/extras/engines/choose.py); "": the replicas' own way to sample.
     """
 
@@ -86,7 +86,7 @@ class Actor:
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
-        self._steps: list[tuple[float, int]] = []  # when it looked, and its weights' outer step
+        self._steps: list[tuple[float, int]] = []  # time of a look, outer step of the weights then
         self._status.enter_phase("sample", 0)
 
     def _progress(self) -> dict[str, int]:
@@ -125,7 +125,7 @@ class Actor:
         return True
 
     def _former_step(self) -> int:
-        """Return the weights' outer step of BEATS heartbeats ago; that of the first look, if it was later."""
+        """Return the outer step of the weights BEATS heartbeats ago, or at the first look, if that was later."""
         now = self._session.clock.now()
         self._steps.append((now, self._status.step))
         while len(self._steps) > 1 and now - self._steps[1][0] >= BEATS * self._session.timing.beat:
@@ -203,7 +203,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
 def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
     """Return the name of an actor that you start by hand, and its claimed generation, 0: not claimed yet.
 
-    name: to go on as this actor; without it, the first name that no process has had.
+    name: continue as this actor; if not given, take the first name that no process has had.
     """
     wanted = read_control(run.store)
     if name and int(name[1:]) >= wanted.most_actors + MOST_AHEAD:
@@ -226,7 +226,7 @@ def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m diloco.actor", description="Sample rollouts for a run.")
     parser.add_argument("url", help="the run: a folder or a bucket, as for `diloco train --run`")
-    parser.add_argument("--name", default="", help="a00, a01, …: to go on as this actor (default: a new name)")
+    parser.add_argument("--name", default="", help="a00, a01, …: continue as this actor (default: a new name)")
     parser.add_argument("--slot", default="", help="the name of an actor that a supervisor started")
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this actor leaves when it ends")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
     a place is open      its slot is alive, its heartbeat has not reached it, and it is trained before the run's end, at
                          most fleet.staleness outer steps after the actor's weights
-    a place is mine      of all actors that the run wants, my name has the greatest hash with it (rendezvous hashing)
+    a place is mine      of all wanted actors, my name has the greatest hash with the place (rendezvous hashing)
 
 Pure functions of heartbeats, keys and names; `read_standings` and `filled_places` read them from the bucket.
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
 BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
-BEATS = 2  # the most age of a heartbeat when it is read, in periods of heartbeats
+BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
 SPREAD = 8  # the most places of other actors among which an actor chooses
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a slot is.   step: its outer step.   data, inner: inner steps taken in its data order, and in this round.
+    """A slot's position.   step: its outer step.   data, inner: inner steps taken in its data order, and in this round.
 
     rate: seconds per inner step, 0 if unknown.   ranks: processes of its replica, each with a bundle of its own.
     """
@@ -44,7 +44,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Pace:
-    """The arithmetic from inner steps to places.   interval: inner steps per outer step, H / F.
+    """Computes places from inner steps.   interval: inner steps per outer step, H / F.
 
     accumulated, served: micro-batches per inner step and per generation.
     """
@@ -81,7 +81,7 @@ def open_places(
 
     number: generation · ranks + rank; with one process, the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
-    former: that step when the heartbeats may have been written (default: weights); short outer steps pass meanwhile.
+    former: the outer step of those weights when the oldest heartbeat was written.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
     the place; below 0: the slot will probably fill the place itself, so the place comes last.
@@ -120,7 +120,7 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
 
 
 def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
-    """Return where these slots are, by their heartbeats; skip slots that do not train.
+    """Return these slots' positions, from their heartbeats; skip slots that do not train.
 
     ranks: (slot, generation of the session) -> processes of its replica; missing ones are read from claims.
     """
@@ -137,7 +137,7 @@ def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str,
 def filled_places(store: Readable) -> Callable[[str, int, int], bool]:
     """Return a function: (slot, generation, rank) -> whether it has a bundle, as LIST shows it now.
 
-    It lists a hundred generations at a time, so that a long run costs no more than a short one.
+    The function lists a hundred generations at a time, so that a long run costs no more than a short one.
     """
     seen: dict[tuple[str, int], set[tuple[int, int]]] = {}
 

@@ -9,8 +9,8 @@
 
     exit code   0 good      125 cannot say      1 … 124 bad      else: could not run, the search ends    (as in git)
 
-`bisect` is a pure search over a list of steps; `judge` is an argument.  It finds where the judgement changes, from
-good to bad or from bad to good.  `diloco blame` reads the last number that a command prints.
+`bisect` is a pure search over a list of steps; `judge` is an argument.  `bisect` finds where the judgement changes,
+from good to bad or from bad to good.  `diloco blame` reads the last number that a command prints.
 
 Not promised: a certain step if the judgement changes more than once (as with git, one of the changes is found); a time
 limit.  Ctrl-C ends the command and the search.
@@ -72,8 +72,8 @@ class Change:
         found = (
             f"θ_{self.after} is the first that is {now}: outer step {self.before} made it from θ_{self.before}"
             if len(self.steps) == 1
-            else f"θ_{self.before} is {was}, θ_{self.after} is {now}: the outer steps {self.before} to "
-            f"{self.after - 1} lie between, and one of them caused it"
+            else f"θ_{self.before} is {was}, θ_{self.after} is {now}: one of the outer steps "
+            f"{self.before} to {self.after - 1} between them caused it"
         )
         return [
             found,

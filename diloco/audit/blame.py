@@ -1,16 +1,16 @@
-"""Rank replicas or outer steps by their effect on a number: compute θ_b again, leaving out one at a time.
+"""Rank replicas or outer steps by their effect on a number: compute θ_b again without one of them at a time.
 
     θ_a ─┬─ ḡ_a ──────── ḡ_a+1 ──────── … ──▶ θ_b       loss 2.87            as it was
          ├─ Σ_{i≠r} wᵢxᵢ / Σ_{i≠r} wᵢ ─ … ──▶ θ_b′      loss 2.51   −0.36    without replica r: the others' mean, in
          │                                                                   listed order: r did harm
          └─ no outer step at t, … ──────────▶ θ_b″      loss 2.98   +0.11    without step t
 
-A replica's late work is left out in the step that counted it.  If a mean has no other work, θ and momentum stay.
-metrics.py has a number for a θ.
+A replica's late work is left out in the step that counted it.  If a mean has no other work, θ and momentum do not
+change. metrics.py has a number for a θ.
 
 Not promised: the result of a real run: from another θ, the other replicas would have computed other pseudogradients.
-The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Nor: shares that add up; the
-cause if two replicas do the same harm, because leaving out one changes little.
+The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Also not promised: shares that
+add up; the cause if two replicas do the same harm, as leaving out one changes little.
 """
 
 import math
@@ -90,7 +90,7 @@ class Blame:
 
     @property
     def harm(self) -> Without | None:
-        """The omission that improves the number most, if by more than noise; else None."""
+        """The omission that improves the number most; None if noise may explain it."""
         if not self.metric or self.better == UNKNOWN or not self.without:
             return None
         worst = max(self.without, key=lambda one: self.better * self.change(one))
@@ -200,7 +200,7 @@ def _conclusion(found: Blame) -> list[str]:
         return [f"{most.name} moved it most: without it, it would be {size}"]
     harm = found.harm
     if harm is None:
-        return ["none stands out: the number would be worse without any one of them, or better within the noise"]
+        return ["none is to blame: without any single one, the number would be worse, or better only within the noise"]
     size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
     return [f"{harm.name} did most harm: without it, it would be {size}"]
 

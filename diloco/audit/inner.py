@@ -4,8 +4,8 @@
          ▲                    sync after the offer's h inner steps                                    │
          └──────────────────────────── θ of the session's next step ◀─────────────────────────────────┘
 
-A session is followed from its first offer to its last, because its optimizer goes on from step to step.  Rollouts that
-were not recorded are made again, with the session's seeds.
+A session is followed from its first offer to its last, because its optimizer's state continues from step to step.
+Rollouts that were not recorded are made again, with the session's seeds.
 
     equal    the same bytes              close    within CLOSE of its length: another machine rounds in other places
     differs  another pseudogradient than these rollouts, rows and settings give
@@ -154,7 +154,7 @@ class _Checked(Exception):
 
 
 class _Session(StandIn):
-    """A repeat of one session's inner steps.  It stands in for the Manager and the OuterRounds of its OuterLoop."""
+    """A repeat of one session's inner steps. Replaces the Manager and the OuterRounds of its OuterLoop."""
 
     behind = fenced = alone = done = False
     h_cap = 1 << 53
@@ -182,7 +182,7 @@ class _Session(StandIn):
         self.stats: Callable[[], dict[str, float]] = dict
 
     def follow(self) -> None:
-        """Take the session's inner steps, and compare its offers."""
+        """Compute the session's inner steps again, and compare its offers."""
         with tempfile.TemporaryDirectory() as scratch, suppress(_Checked), _threads(self._threads()):
             self._train(Path(scratch))
 
@@ -275,7 +275,7 @@ class _Session(StandIn):
             self._step += 1
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Ignore: without fragments no work is left for a missed step."""
+        """Do nothing: without fragments no work is left for a missed step."""
 
     def close(self, reason: str) -> None: ...
 
@@ -283,7 +283,7 @@ class _Session(StandIn):
         return self._step + (self._taken is not None)
 
     def _averaged(self) -> int:
-        """Return how many replicas the newest commit averaged; before the first one, how many the run wants."""
+        """Return the number of replicas that the newest commit averaged; before any commit, the wanted number."""
         step = self.current_step()
         commit = self._chain.read(step - 1) if step else None
         return len(commit.fresh_offers) if commit else read_control(self._store).replicas
@@ -362,7 +362,7 @@ class _Recorded(BucketPlaces):
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the bundle that the session trained on: its own, if it made one.
 
-        If it is a later attempt, the session refused those before it.
+        If the session's own bundle is a later attempt, the session refused the earlier attempts.
         """
         self._other_step = None
         for self._anew in (True, False):
@@ -393,7 +393,7 @@ class _Recorded(BucketPlaces):
             self._refused.append((fields["step"], fields["key"], self._slot, fields["text"]))
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
-        """Count rollouts that were made again.   If they are the session's of another step, that record is false."""
+        """Count rollouts that were made again.   Note a record of this session that names another step."""
         self._to.remade += 1
         key, step, payload = self._other_step or ("", 0, b"")
         if payload == made.pack():

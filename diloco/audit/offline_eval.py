@@ -2,8 +2,8 @@
 
     θ_t (model/export.py) ──▶ the run's own inner loop: its tokenizer, reward, tools ──▶ every prompt ──▶ Evaluation
 
-It uses the reward that the run was launched with.  Not promised: the same samples as in the run. Greedy samples are the
-same if the arithmetic is the same.
+The command uses the reward that the run was launched with.  Not promised: the same samples as in the run. Greedy
+samples are the same if the arithmetic is the same.
 """
 
 import tempfile

@@ -4,7 +4,7 @@
        └── each listed offer: as its record says, from its step's base, in time, counted once
     snapshot s ──▶ its bytes have its digest; `prev` is the commit before it
 
-The newest commits, too: snapshots, offers, leave records and logs name the step that was reached (runlog/reached.py).
+A lost newest commit is found, too: snapshots, offers, leave records and logs name the reached step (runlog/reached.py).
 Nothing is computed from a blob here; verify.py replays θ.
 
 Not promised: that an edited record is found if it has no tag and nothing else names its content.
@@ -181,7 +181,7 @@ def why_ineligible(rules: Rules, before: Commit | None, t: int, listed: Listed) 
 
 
 def commit_flaws(commit: Commit) -> Iterator[str]:
-    """Yield what no replica that closes a step writes."""
+    """Yield the flaws of a commit that no replica could have written."""
     if len(commit.fresh_offers) < commit.m:
         yield f"has {len(commit.fresh_offers)} fresh offers and needs {commit.m}"
     if list(commit.offers) != sorted(commit.offers, key=lambda o: (-o.step, o.slot)):

@@ -133,7 +133,7 @@ def _not_there(step: int, head: int) -> str:
 
 
 def _wanted_at(store: Store, at: float) -> Wanted:
-    """Return the desired state at time `at`; at least that of the first record."""
+    """Return the desired state at time `at`; before the first record, that of the first record."""
     wanted = Wanted()
     for control in controls_above(store, -1):
         if control.n == 0 or control.at <= at:

@@ -1,4 +1,4 @@
-"""The result of an audit: differences from the records, and what was not checked.
+"""The result of an audit: differences from the records, and unchecked parts.
 
     differs   step, blob, replica, text          gone   in a run that keeps all: a difference; else: unchecked
 
@@ -16,7 +16,7 @@ UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--in
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference from the records.   slot: of the replica that it concerns, or ""."""
+    """One difference from the records.   slot: the slot that it concerns, or ""."""
 
     step: int
     blob: str
@@ -66,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Findings:
-    """A verdict that the checks write.   store: of the run.   keeps_all: whether the run deletes no blob."""
+    """A verdict that the checks fill.   store: the run's store.   keeps_all: whether the run deletes no blob."""
 
     verdict: Verdict
     store: Store
@@ -79,7 +79,7 @@ class Findings:
         self.verdict.unchecked.append(text)
 
     def missing(self, step: int, blob: str, slot: str = "") -> None:
-        """Note a blob that is too short or gone.   An old one was deleted; in a run that keeps all, it differs."""
+        """Note a blob that is too short or gone. In a run that keeps all, this is a difference; else it was deleted."""
         if blob_stands(self.store, blob, 1):
             self.differs(step, blob, slot, "is shorter than announced")
         elif self.keeps_all:

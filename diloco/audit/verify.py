@@ -161,7 +161,7 @@ class _Replay:
         self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _check_mean_blob(self, t: int, blob: str, size: int, announced: str) -> None:
-        if not blob_stands(self._store, blob, size):  # before memory is taken: the record may lie
+        if not blob_stands(self._store, blob, size):  # before allocating memory: the size may be false
             return self._found.missing(t, blob)
         stored = np.empty(size, np.uint8)
         if not self._store.get_into(blob, stored.data):
@@ -180,7 +180,7 @@ class _Replay:
         bodies = self._reducer.bodies
         for listed in commit.offers:
             if bodies.record_flaw(listed, elements):
-                continue  # no reader counts it
+                continue  # no replica counts this offer
             if not blob_stands(self._store, listed.blob, listed.size):
                 self._found.missing(commit.t, listed.blob, listed.slot)
             elif isinstance(why := bodies.read_body(listed, bodies.grid(elements), None), str):

@@ -56,7 +56,7 @@ def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Itera
         if isinstance(body, str):
             yield Contribution(listed, None, body)
         elif not is_valid_body(reducer.rules.codec, body, elements):
-            flaw = "counts for nothing: its values are not finite, or no encoder writes such bytes"
+            flaw = "counts for nothing: it has values that are not finite, or bytes that no encoder writes"
             yield Contribution(listed, None, flaw, counts=False)
         else:
             get_codec(reducer.rules.codec).decode(body, vector)

@@ -135,7 +135,7 @@ def state_at(
 
 
 def keep_of(run: Run) -> int | str:
-    """Return the limit of the run's blobs: the one that `diloco gc` set, or fleet.keep."""
+    """Return the limit of the run's blobs: the limit that `diloco gc` set, or fleet.keep."""
     return read_standing_control(run.store)[0].keep or run.config.fleet.keep
 
 

@@ -1,4 +1,4 @@
-"""Start a run from a step of another one: `diloco train CONFIG --run NEW --from OLD[@STEP]`.
+"""Start a run from a step of another run: `diloco train CONFIG --run NEW --from OLD[@STEP]`.
 
     OLD   ●──●──● θ_t ──●──●          only read
                   │  its start model, θ_t, and with --momentum the outer momentum

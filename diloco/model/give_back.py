@@ -54,7 +54,7 @@ class Plan:
 
 
 class _Sketch:
-    """A store whose `delete` only notes keys; readers of this store do not see these objects."""
+    """A store whose `delete` only notes keys; its readers see no object with a noted key."""
 
     def __init__(self, store: Store) -> None:
         self.url = store.url

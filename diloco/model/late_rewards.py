@@ -42,8 +42,8 @@ _ROLLOUT = re.compile(r"(r[0-9]{2,5})/([0-9]{1,10})/([0-9]{1,10})/([0-9]{1,9})\.
 def give_reward(run: Run, clock: Clock, rollout: str, value: float, name: str) -> LateReward:
     """Record a reward of a recorded rollout.   Return the record that counts for this name.
 
-    rollout: the state_id of `diloco traces`, with or without its turn.   name: of the judge.
-    Raise ConfigError if the rollout is missing, the value is not finite, or `name` gave another one before.
+    rollout: the state_id of `diloco traces`, with or without its turn.   name: the judge's name.
+    Raise ConfigError if the rollout is missing, the value is not finite, or `name` gave another value before.
     """
     _check(value, name)
     bundle, step, index = _place(rollout)

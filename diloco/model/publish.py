@@ -63,7 +63,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
         return stands
     if run.record.parent.url:
         raise ConfigError(
-            f"{run.url} goes on from {run.record.parent}, whose model was not copied to the end. Repeat the command "
+            f"{run.url} continues from {run.record.parent}, whose model was not copied to the end. Repeat the command "
             f"that founded it: diloco train … --from {shlex.quote(str(run.record.parent))}"
         )
     import inner

@@ -12,8 +12,8 @@
 
 This file does not import torch.
 
-Not promised: every rollout of a run that does not record them. It logs a fair sample (`fleet.log_rollouts` per replica
-and outer step), and a `kill -9` loses the replica's rollouts since its last outer step.
+Not promised: every rollout of a run that does not record them. Such a run logs a fair sample (`fleet.log_rollouts` per
+replica and outer step), and a `kill -9` loses the replica's rollouts since its last outer step.
 """
 
 import warnings

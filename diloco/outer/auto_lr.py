@@ -1,8 +1,8 @@
-"""The outer learning rate "auto": as large as the likeness of successive means allows.
+"""The outer learning rate "auto": the more successive means agree, the smaller it is.
 
     η = TARGET / (1 + μ/(1 − μρ̂))        ρ̂: an average of ρ (safety.py), the cosine of successive means
 
-It has the same bits on all replicas, because it depends only on committed means, whose bytes are agreed on. `dot` of
+η has the same bits on all replicas, because η depends only on committed means, whose bytes are agreed on. `dot` of
 safety.py has the same bits, too; the rest is single IEEE operations of Python, and η is rounded to fp32.  AutoLR's
 memory is part of the outer state, its digest and its snapshots.
 

@@ -4,10 +4,10 @@
     C  = Σ wᵢ BᵢAᵢ − B̄Ā = Σ wᵢ (Bᵢ − B̄)(Aᵢ − Ā)
     cross term = ‖C‖_F / ‖Σ wᵢ BᵢAᵢ‖_F                 0 with freeze_a, for all Bᵢ
 
-The layer is the first one with an adapter.  Its elements are the first of fragment 0, so they are in the first shard of
-a sharded step. In such a step, only the owner of that shard logs the number; in a direct step all replicas log the
-same number.  It costs neither a request nor a matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), where U holds all
-replicas' columns.
+The layer is the first one with an adapter.  The layer's elements are the first of fragment 0, so they are in the first
+shard of a sharded step. In such a step, only the owner of that shard logs the number; in a direct step all replicas log
+the same number.  The number costs neither a request nor a matrix of the layer's size: ‖UV‖_F² = tr(UᵀU·VVᵀ), where U
+holds all replicas' columns.
 
 Not promised: a number for each step (rendezvous/means/body_sample.py says when it is missing); similar numbers
 for other layers.

@@ -45,7 +45,7 @@ class FlatFragment(nn.Module):
         whole = torch.cat([p.detach().reshape(-1).float().cpu() for p in live]) if flat is None else flat
         self.flat = nn.Parameter(whole)
         self.rounds = any(p.dtype != torch.float32 for p in self.live)
-        self.merged: Tensor | None = None  # what the model was last written from, if that is not θ
+        self.merged: Tensor | None = None  # the values last written to the model, if they are not θ
         self._staging: Tensor | None = None
 
     @torch.no_grad()
@@ -178,7 +178,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 class ModelGuard:
-    """A comparison of a model with its state at the loop's entry.  It walks over the modules, and keeps no copies."""
+    """A comparison of a model with its state at the loop's entry, by a walk over the modules, without copies."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -60,7 +60,7 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
 
 
 def _refuse_another_torchft() -> None:
-    """Raise OuterError if torchft renamed a method. Its own method would compute Δ = θ − θ = 0, silently."""
+    """Raise OuterError if torchft renamed a method. torchft's own method would silently compute Δ = θ − θ = 0."""
     replaced = [
         name for name in vars(InPlaceFragment) if name not in ("lean", "_nothing") and not name.startswith("__")
     ]

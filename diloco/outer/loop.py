@@ -11,7 +11,7 @@
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
 Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Tied weights are in it once,
-frozen weights are not. Each has its own outer optimizer (a shared one would apply stale inner gradients).
+frozen weights are not. Each fragment has its own outer optimizer (a common one would apply stale inner gradients).
 
 Not promised: that inner steps after the last sync are shared. If the `with` ends early, only this model has them.
 """
@@ -53,7 +53,7 @@ class OuterLoop:
         check_boundary(outer, boundary)
         self.manager, self.rounds = manager, manager.rounds
         self.model, self.optimizer, self.outer, self.boundary = model, optimizer, outer, boundary
-        self.rules = rules = outer.rules  # if the codec is "auto", the manager may choose another one
+        self.rules = rules = outer.rules  # with codec "auto", found.py sets the codec
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
         self.alpha = outer.fragment_update_alpha
@@ -170,7 +170,7 @@ class OuterLoop:
         local = self.diloco._local_step + 1
         rate = self.rounds.progress(local, (time.monotonic() - self._mark) / local)
         if self.manager.done:
-            raise Leaving("the run has all its outer steps, so no later one would take this inner step")
+            raise Leaving("the run has all its outer steps, so no later outer step would count this inner step")
         if local < self.prepare_at and self._sync_now(local, rate):
             self.diloco._local_step, local = self.prepare_at - 1, self.prepare_at  # torchft has no public early sync
         elif self.prepare_at < local < self.interval and (self.rounds.leaving or self.rounds.fenced):
@@ -216,8 +216,8 @@ class OuterLoop:
     def scatter(self, fragment: int) -> None:
         """Write model ← this fragment after torchft's step (θ, or θ merged by α).
 
-        With one replica and a plain average, θ equals the model's values except for rounding, so they stay: the replica
-        takes the steps of a loop without this context, bit for bit.
+        With one replica and a plain average, θ equals the model's values except for rounding, so the model is not
+        written: the replica takes the steps of a loop without this context, bit for bit.
         """
         if self.outer.lr == 1 and self.outer.momentum == 0 and self.rounds.alone and not self.overlaps:
             self.h[fragment] = 0

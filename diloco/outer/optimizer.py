@@ -80,7 +80,7 @@ def _auto_lr(size: int, mu: float) -> "AutoLR":
 class OuterState:
     """θ, outer momentum and the state of "auto", for every fragment. torchft and our optimizers step the same tensors.
 
-    It is the `ReplicatedState` (rendezvous/records/state.py) that the rendezvous digests, snapshots and heals.
+    This is the `ReplicatedState` (rendezvous/records/state.py) that the rendezvous digests, snapshots and heals.
     """
 
     def __init__(self, thetas: Sequence[Tensor], optimizers: Sequence[Nesterov]) -> None:

@@ -101,7 +101,7 @@ class StoreRounds:
         self._theta_0 = theta_0
         self._report: StepReport | None = None
         self._samples: list[float] = []  # samples of each fragment since its last offer
-        self._commit: Commit | None = None  # settled, not yet advanced
+        self._commit: Commit | None = None  # the settled commit whose outer step is not taken yet
         self._ahead = True  # whether the next step may be committed already
         self._spent: dict[str, float] = {}
         self.round_began = session.clock.now()
@@ -183,7 +183,7 @@ class StoreRounds:
         return offer
 
     def _samples_inside(self, stats: dict[str, float]) -> float:
-        """Return how many samples the offered Δ has: of all rounds since its fragment's last offer."""
+        """Return the number of samples in the offered Δ: in all rounds since its fragment's last offer."""
         self._samples = [n + stats.get("samples", 0.0) for n in self._samples]
         fragment = self.session.rv.fragment
         inside, self._samples[fragment] = self._samples[fragment], 0.0

@@ -4,7 +4,7 @@
     η_eff  = η · (1 + μ/(1 − μρ))                       length of a Nesterov step              (effective_step)
     c      = (‖Σwᵢ·ḡ‖² − Σ wᵢ²‖Δᵢ‖²) / Σ_{i≠j} wᵢwⱼ‖Δᵢ‖‖Δⱼ‖   mean cosine between two replicas   (pairwise)
 
-ρ is computed from a sample of the mean (`evenly_sampled`) with at most 2^17 elements. So it costs a millisecond, and
+ρ is computed from a sample of the mean (`evenly_sampled`) with at most 2^17 elements. So ρ costs a millisecond, and
 the last mean's sample needs half a megabyte, not a copy of the model.  The error of ρ is about 1/√2^16 = 0.4 %.
 
 A product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a fixed order, the same with or without
@@ -28,7 +28,7 @@ from rendezvous.agreement.rules import Rules, says_samples
 from rendezvous.records.records import Commit, Listed
 from rendezvous.records.wire import evenly_sampled
 
-_LANES = 1 << 14  # two such fp64 vectors fit into the cache.  It is part of the definition of `dot`: never change it
+_LANES = 1 << 14  # two such fp64 vectors fit into the cache.  Part of the definition of `dot`: never change it
 FEW_MOVED = 1e-3  # share of a 16-bit model's elements
 
 
@@ -130,7 +130,7 @@ def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm:
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason why a step does less than it seems to.   first: successive steps with it before the first warning."""
+    """A reason why a step does less than it seems to.   first: it must be found in so many successive steps to warn."""
 
     kind: str
     text: str
@@ -206,7 +206,7 @@ def _too_long_text(o: Listed) -> str:
 class Tracker:
     """The numbers of every outer step, and warnings about lasting findings.
 
-    It only observes: a replica that heals begins without a ρ, and no agreement of the replicas depends on this class.
+    It changes nothing: a replica that heals begins without ρ, and no agreement of the replicas depends on this class.
     """
 
     def __init__(self, sizes: Sequence[int], mu: float, rules: Rules) -> None:

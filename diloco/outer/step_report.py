@@ -100,4 +100,4 @@ def likely_cause(stats: dict[str, float]) -> str:
     if stats.get("grad_norm") == 0:
         return "all gradients are 0: is the loss connected to trainable parameters?"
     rate = f"a learning rate of {stats['lr']:g} may be too small for their dtype" if "lr" in stats else "look at the lr"
-    return f"parameters did not change: {rate}, or the optimizer does not hold the model's parameters"
+    return f"parameters did not change: {rate}, or the optimizer does not have the model's parameters"

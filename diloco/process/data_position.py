@@ -44,7 +44,7 @@ def uncounted_sessions(offers: Iterable[Listed], generation: int) -> int:
 
 
 def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:
-    """Return how many inner steps of a slot's data its counted offers cover."""
+    """Return the number of inner steps of a slot's data that the slot's counted offers cover."""
     began = reached = generation = 0
     at: dict[int, int] = {}  # fragment -> this generation's position at its last counted offer
     for offer in offers:

@@ -51,7 +51,7 @@ class Scratch:
 
 
 def _locked_file(folder: Path) -> IO[bytes]:
-    """Make the lock file. It is locked before it gets its name, so it is never free while its session runs."""
+    """Make the lock file. We lock it before it gets its name, so the lock is never free while its session runs."""
     lock = (folder / f"{ALIVE}-new").open("wb")
     with suppress(OSError):  # without flock, no other process can lock it either
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -99,7 +99,7 @@ def _wait_for_space(session: "Session", what: str, error: OSError, waited: float
     if waited > session.timing.give_up:
         more = f"The process waited {waited:.0f} s. Free some space, then run the same command again"
         raise GaveUp(f"{full}. {more}") from error
-    text = f"{full}; free some space, and it goes on by itself"
+    text = f"{full}; free some space, and it continues by itself"
     if session.rv.members.status.note != text:
         session.emit("disk_full", text=text)
         session.rv.members.status.note = text

@@ -6,10 +6,10 @@ Any other end (a signal, …) is a crash: start the slot again.
 DONE = 0  # the run has all its outer steps
 CRASHED = 1  # an unexpected error, also in its heartbeat's thread
 USER_ERROR = 2  # the config, a file or the model is wrong; starting again changes nothing
-FENCED = 3  # another process holds this slot; start again only when that one is silent
-LEFT = 4  # asked to leave; its work is durable
-DIVERGED = 5  # its θ was not the commits' θ, or an object that it needed was deleted; starting again heals
-BAD_DELTA = 6  # its pseudogradient was not finite, or far too long, so it was not offered; starting again heals
+FENCED = 3  # another process has this slot; start again only when that process is silent
+LEFT = 4  # the replica was asked to leave; its work is durable
+DIVERGED = 5  # the replica's θ was not the commits', or an object that it needed was deleted; starting again heals
+BAD_DELTA = 6  # the pseudogradient was not finite, or far too long, so it was not offered; starting again heals
 RESUME = 7  # the replica left because its platform's time limit is near; start the slot again
 HUNG = 8  # an inner step hung (diloco/process/watchdog.py); starting again may help
 NO_REWARD = 9  # the reward gave no more numbers; starting again helps when its service is back

@@ -1,4 +1,4 @@
-"""Safe output of a process: text cannot control the terminal; a closed pipe (`| head`) or full disk ends nothing.
+"""Safe output of a process: text cannot control the terminal; a closed pipe (`| head`) or full disk ends no process.
 
     print, warnings, logging, tracebacks ──▶ PlainOutput ──▶ sys.stdout, sys.stderr ──▶ fd 1, 2 ──▶ a file, a terminal
                                               └ inner/printable.py                        └ no space, no reader: lost
@@ -11,7 +11,7 @@ written, without a report.
 
 A closed stream (`>&-`) becomes /dev/null, and a character that stdout's encoding lacks becomes `?`.
 
-Not promised: text that could not be written.
+Not promised: to keep text that could not be written.
 """
 
 import errno

@@ -18,13 +18,13 @@ APPENDED = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 class ForeignFile(OSError):
-    """The error for another program's object under a path of ours."""
+    """The error for another program's object under one of this project's paths."""
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
     """Open a regular file; only its owner can read a new one. Return a descriptor.   Raises OSError, never blocks.
 
-    A file to be written must have only this name. A file to be read may have two for a moment (`os.link`).
+    A file to be written must have only this name.  A file to be read may for a moment have two names (`os.link`).
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     about = os.fstat(fd)

@@ -3,7 +3,7 @@
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
     mark_run(url)        ─▶ an anonymous file of this process, with one digest for each run
     works_for(pid, url)  ◀─ /proc/PID/fd/…, which only the process's own user (and root) can read
-                            True, False (it works for other runs), None: it has no mark
+                            True; False: it works for other runs; None: it has no mark
     laptop~5f0c3a9d1e27      this machine since it booted, and its PID namespace (rendezvous/machine.py)
     modal/r01.3              inside a rented container: its launch
 
@@ -92,7 +92,7 @@ def mark_run(url: str) -> None:
     """Mark that this process works for the run at `url`, until it ends."""
     if not hasattr(os, "memfd_create"):
         return
-    with _lock, suppress(OSError):  # too many open files: no mark, so it is never killed
+    with _lock, suppress(OSError):  # too many open files: without a mark, this process is never killed
         pid = os.getpid()
         if pid not in _held:  # after a fork, the file here is the parent's
             _held.clear()

@@ -38,7 +38,7 @@ LAUNCHERS = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
 EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
-SETTLE_S = 1.0  # time in which a rank's end is seen after another rank has lost it
+SETTLE_S = 1.0  # time to see a rank's end after another rank has lost contact to it
 STOPPED_LOOKS = 30  # looks, SETTLE_S apart, that see a rank stopped before the replica ends
 LAST = "last"  # kind of the message in which a rank reports its end
 _leader: list[Connection] = []  # the pipe to rank 0, if this process is another rank
@@ -46,7 +46,7 @@ _speaking = threading.Lock()
 
 
 class RankLost(RuntimeError):
-    """Another rank of this replica has ended, so this one cannot go on."""
+    """Another rank of this replica has ended, so this one cannot continue."""
 
 
 class Followed(RuntimeError):
@@ -64,7 +64,7 @@ class Followers:
         self.on_loss: Callable[[str], None] = lambda text: None
         self.on_told: Callable[..., None] = lambda *told: None
         self.is_over: Callable[[], bool] = lambda: True
-        self._ended_at: dict[int, float] = {}  # ranks that ended with exit code 0 while rank 0 goes on
+        self._ended_at: dict[int, float] = {}  # ranks that ended with exit code 0 while rank 0 continues
         self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
         self._stopped = Counter[int]()  # looks in a row that have seen a rank stopped, by rank
         self._count = count
@@ -89,7 +89,7 @@ class Followers:
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
     def end(self, patience_s: float = END_S) -> None:
-        """End the ranks, now that rank 0's work is done.   patience_s: time for them to end by themselves."""
+        """End the ranks, now that rank 0's work is done.   patience_s: seconds before a rank is killed."""
         self._ending = True
         until = time.monotonic() + patience_s
         for process, _ in self._ranks:
@@ -116,7 +116,7 @@ class Followers:
         """Return a message about the rank whose end explains the others', and its exit code; None if all still run."""
         found: list[tuple[bool, bool, int, int]] = []
         for index, (process, pipe) in enumerate(self._ranks, 1):
-            if wait([process.sentinel], 0):  # it closes a moment before the exit code is there
+            if wait([process.sentinel], 0):  # the sentinel closes a moment before the exit code is known
                 process.join(SETTLE_S)
             if process.exitcode or (process.exitcode == 0 and self._is_missed(index)):
                 while index not in self._said and self._hear(index, pipe):
@@ -133,7 +133,7 @@ class Followers:
     def _first_stopped(self) -> tuple[str, int] | None:
         """Return a message about a rank that is stopped, and an exit code.
 
-        It counts looks and not seconds, because this process may have been stopped, too."""
+        We count looks and not seconds, because this process may have been stopped, too."""
         for index, (process, _) in enumerate(self._ranks, 1):
             self._stopped[index] = self._stopped[index] + 1 if _is_stopped(process.pid) else 0
             if self._stopped[index] > STOPPED_LOOKS:
@@ -141,7 +141,7 @@ class Followers:
         return None
 
     def _is_missed(self, index: int) -> bool:
-        """Whether a rank ended by itself, with exit code 0, some time ago, while rank 0 still goes on."""
+        """Whether a rank ended by itself, with exit code 0, some time ago, while rank 0 still continues."""
         ended_at = self._ended_at.setdefault(index, time.monotonic())
         return time.monotonic() - ended_at > EARLY_S and index not in self._said and not self.is_over()
 
@@ -190,7 +190,7 @@ def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
 
 
 def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Connection) -> None:
-    """Be a rank, from its first line to its end. Its last words go to rank 0."""
+    """Run this rank from its first line to its end. Send its last words to rank 0."""
     os.environ.update(environment)
     _leader.append(pipe)
     hear_asking(lambda: None)  # no SIG_IGN: programs that this rank starts would inherit it
@@ -223,7 +223,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time for it
+        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time to remove it
         os._exit(exitcodes.CRASHED)
 
 

@@ -49,7 +49,7 @@ class Session:
 
     hung_after_s: seconds without an inner step after which the session may end itself (watchdog.py), 0: never.
     keep: bytes of blobs that stay in the bucket (rendezvous/keeping/budget.py), None for all.
-    generation: the one that this process has claimed; 0: claim the next one.
+    generation: the generation that this process has claimed; 0: claim the next one.
     ranks: processes of its replica, 0: one.
     broadcasts: write bf16 weights of steps that this session closes (rendezvous/weights/).
     """
@@ -148,7 +148,7 @@ class Session:
         self._ended.set()
 
     def check_alive(self) -> None:
-        """Raise HeartbeatLost if the thread has ended, for any reason.  It is cheap: called at each inner step."""
+        """Raise HeartbeatLost if the thread has ended, for any reason. Called at each inner step, so it is cheap."""
         if not self._thread.is_alive() and not self._ended.is_set() and self.rv.members.heartbeat_lost is None:
             self.rv.members.heartbeat_lost = RuntimeError("its thread is gone")
         self.rv.members.check_alive()
@@ -258,7 +258,7 @@ def process_fields() -> dict[str, Any]:
 class SessionHost:
     """The inner.host.Host of a session: messages about the user's code go to the heartbeat and to the log.
 
-    run: its nonce.   box_usd_per_hour: instead of the provider's price.   Each note resets the watchdog, because a
+    run: its nonce.   box_usd_per_hour: replaces the provider's price.   Each note resets the watchdog, because a
     reward that is retried has time limits of its own.
     Not promised: that a note is seen. The next phase of the replica overwrites it.
     """

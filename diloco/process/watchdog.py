@@ -43,7 +43,7 @@ class Watchdog:
         self._clock, self._least_s = clock, least_s
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
         self._longest = 0.0
-        self._began: float | None = None  # of the current inner step; None during a sync
+        self._began: float | None = None  # begin of the current inner step; None during a sync
         self._turn, self._seen_turn, self._stood = 0, -1, 0.0
 
     def resume(self) -> None:

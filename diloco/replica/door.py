@@ -1,4 +1,4 @@
-"""Check actors' rollouts before a replica trains on them ([fleet] check_rollouts).
+"""Check actors' bundles of rollouts before a replica trains on them ([fleet] check_rollouts).
 
     an actor's bundle ── has it a verdict? ──▶ the verdict counts
           │ no
@@ -13,7 +13,7 @@ earlier one.  The rest depends on the chain and on verdicts of earlier places, s
 sums on another machine could differ; so the first verdict counts.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
-puts a bundle after commit T−1 can find out whether it will be drawn.  A bundle that names a session as its maker is not
+puts a bundle after commit T−1 can know whether the bundle is drawn.  A bundle that names a session as its maker is not
 checked: only a writer of the bucket can write such a bundle, and a run key keeps others out.
 """
 

@@ -3,9 +3,9 @@
     commit t ──▶ θ_{t+1} on all replicas that it lists ──▶ prompts i, i + n, i + 2n, … ──▶ event "evaluated" in the log
                  n replicas, in the order of their names       rewards: count, Σ, Σ²        read by runlog/evaluation.py
 
-It needs no extra machine and no synchronisation: all replicas have the committed θ and the commit, which determines
-the shares.  If a replica is lost during the evaluation, its share is missing, and the mean is over the scored
-prompts.
+The evaluation needs no extra machine and no synchronisation: all replicas have the committed θ and the commit, which
+determines the shares.  If a replica is lost during the evaluation, its share is missing, and the mean is over the
+scored prompts.
 The event reaches the bucket with the next heartbeat, long before the replica's next offer (decision 038).
 
 Not promised: an evaluation of a step that the replica caught up or healed over, as it never had that θ.
@@ -59,7 +59,7 @@ class Evaluator:
             self._looked_at = -1
 
     def is_due(self) -> bool:
-        """Whether the run has reached a step with an evaluation.  It is cheap: called after every inner step."""
+        """Whether the run has reached a step with an evaluation. Called after every inner step, so it is cheap."""
         return self._stands_at() != self._looked_at and self._config.is_due(
             self._stands_at(), self._session.rv.wanted.steps
         )

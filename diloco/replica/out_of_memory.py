@@ -37,7 +37,7 @@ def error_words(error: Exception) -> str:
 
 
 def memory_words(asked: str, memory: tuple[int, int, int] | None, advice: str = ADVICE) -> str:
-    """Return the message.   asked: "2.00 GiB", "" if unknown.   memory: bytes free, in total, of this process."""
+    """Return the message.   asked: "2.00 GiB", "" if unknown.   memory: bytes (free, total, of this process)."""
     if memory is None:
         return f"out of GPU memory: {TAKEN}"
     free, total, own = (number / GIB for number in memory)

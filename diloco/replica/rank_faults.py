@@ -9,7 +9,7 @@ from diloco.run.config import BUCKET, RunConfig
 
 
 def rank_fault(config: RunConfig, ranks: int) -> str:
-    """Return why this run's replicas cannot have several ranks, or "".   ranks: of one replica."""
+    """Return why this run's replicas cannot have several ranks, or "".   ranks: number of ranks per replica."""
     inner, outer, fleet = config.inner, config.outer, config.fleet
     policy = inner.objective_settings
     reasons = {

@@ -4,7 +4,7 @@
                ▲                                                 next attempt ◀── no ────────────────────────────┤
                └ once more without actors' bundles, if not all ranks have one                                   yes
                                                             all have one: rank k trains on bundle k ◀───────────┘
-    put    rank k ──its own bundle──▶ rank 0: K puts side by side ──▶ all stand: each trains on what it has made
+    put    rank k ──its own bundle──▶ rank 0: K puts side by side ──▶ all are ours: each trains on its own
                                                                   ──▶ another process was faster: all read theirs back
 
 So an actor samples for one rank at a time, and a bundle is as large as with one process.
@@ -45,7 +45,7 @@ Act = Callable[[int, Unfit], "Bundle | None"]
 
 
 class LeadingPlaces:
-    """Rank 0's Places (inner/rollouts/recorded.py).   places: of the ranks, in their order."""
+    """Rank 0's Places (inner/rollouts/recorded.py).   places: the ranks' stores, in the ranks' order."""
 
     def __init__(self, group: "Group", places: "Sequence[BucketPlaces]") -> None:
         self._group = group

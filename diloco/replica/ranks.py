@@ -60,7 +60,7 @@ class Job:
 
 
 def run_ranks(url: str, slot: str, *, parent: str, devices: int) -> int:
-    """Be rank 0 of a replica, from its first line to its end. Return the exit code.   devices: 1 under a launcher."""
+    """Run rank 0 of a replica from its first line to its end. Return the exit code.   devices: 1 under a launcher."""
     if why := told_twice(devices):
         print(f"{slot}: {why}", file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
@@ -101,7 +101,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
 
 
 def _has_no_round_left(session: Session) -> bool:
-    """Whether rank 0 needs the other ranks no longer, even if it goes on: it saves its model, for example."""
+    """Whether rank 0 no longer needs the other ranks, even if it continues: for example, to save its model."""
     rv = session.rv
     return rv.is_leaving or rv.is_done or rv.members.status.phase == "left"
 
@@ -205,7 +205,7 @@ class LeadingEvaluator:
 
 
 def follow() -> int:
-    """Be a rank that rank 0 leads. Return the exit code."""
+    """Run a rank that rank 0 leads. Return the exit code."""
     import torch
 
     from diloco.outer.ranks.group import Group

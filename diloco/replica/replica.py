@@ -3,7 +3,7 @@
     python -m diloco.replica RUN_URL --slot r00
 
     claim, beat ─▶ imports ─▶ θ₀, files ─▶ inner loop ─▶ heal ─▶ train … sync … train … sync ─▶ leave
-    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run goes on without it.
+    SIGTERM / SIGINT / SIGHUP: offer the inner steps done so far, leave.   kill -9: the run continues without it.
 
 The exit code shows why the process ended (diloco/process/exitcodes.py).  Not promised: several devices (ranks.py).
 """
@@ -93,7 +93,7 @@ def run_member(
 
 def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of_session: Any) -> int:
     run = open_patiently(url, SystemClock())
-    with suppress(StoreError):  # without an answer, go on: the session below retries
+    with suppress(StoreError):  # without an answer, continue: the session below retries
         if (end := too_late(run, SystemClock())) is not None:
             return _print_end(slot, end[1], end[0])
     try:
@@ -138,9 +138,9 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 
 
 def _is_preflight(session: Session) -> bool:
-    """Whether an error may concern all replicas: no outer step is committed, and this one has not begun to train.
+    """Whether an error may concern all replicas: no outer step is committed, and this session has not begun to train.
 
-    A later error is taken for a temporary one, or one of this machine. It ends only this session (decision 025)."""
+    A later error counts as temporary, or as one of this machine, and ends only this session (decision 025)."""
     return session.rv.members.status.phase == "boot" and session.rv.store.get(layout.commit_key(0)) is None
 
 
@@ -361,7 +361,7 @@ def _run_inner(
 def evaluator_of(
     run: Run, session: Session, loop: "InnerLoop", inputs: Inputs, outer: "OuterLoop", *, ranks: int = 1
 ) -> "Evaluator | None":
-    """Make the evaluator. Return None if the config has no [eval].   ranks: of this replica."""
+    """Make the evaluator. Return None if the config has no [eval].   ranks: this replica's number of ranks."""
     config = run.config.eval
     if config is None:
         return None
@@ -412,8 +412,8 @@ def _go_on_in_data(run: Run, session: Session, loop: "InnerLoop", seeds: Seeds) 
 
 
 def share_of(config: RunConfig, slot: str) -> "Share":
-    """Return the slot's share of the rows, which are divided by the run's first number of replicas.  Slots that were
-    added later share all rows again, in another order."""
+    """Return the slot's share of the rows.  The run's first slots divide all rows among them.  Slots that were added
+    later divide all rows again, in another order."""
     from inner.data.order import Share
 
     deal, index = divmod(slot_index(slot), config.fleet.replicas)

@@ -6,14 +6,14 @@
     generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
-trains them.  A bundle of an earlier t has older weights: an actor's, which has log-probs, is used if it is at most
-fleet.staleness outer steps older; a session's is not.  An actor's has to pass the door (door.py), too.  This depends
+trains them.  A bundle of an earlier t has older weights.  An actor's bundle has log-probs: it is used if at most
+fleet.staleness outer steps older, and if it passes a check (door.py).  A session's is not used.  This depends
 only on the chain and on records, so every session of a slot decides alike.
 
-A bundle may be the reason why a session ends: rollouts that are too long for the device's memory.  So a session whose
-two predecessors ended without counted work passes over the bundles of others, and has a noise of its own.
+A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
+predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
 
-A store that fails costs the record of a bundle, and not the step: the trainer goes on with its own rollouts.
+If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.
 
 With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
 no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.
@@ -256,7 +256,7 @@ class BucketPlaces:
         return seal_bundle(payload, record)
 
     def _create(self, key: str, body: bytes) -> bytes:
-        """Create the object unless it exists; return the existing one.  `find` saw none, so no GET comes first."""
+        """Create the object unless it exists, and return the object's bytes.  No GET first: `find` saw no object."""
         try:
             self.store.create(key, body)
             return body

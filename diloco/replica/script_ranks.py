@@ -24,7 +24,7 @@ from diloco.run.script import REPLICAS, SLOT, URL, Script
 
 VARIABLES = (URL, SLOT, REPLICAS)
 ADDRESS = "127.0.0.1"
-TOLD = "script"  # the file with the ScriptJob, beside the one where ranks meet
+TOLD = "script"  # the file with the ScriptJob, beside the file of MEET
 POLL_S = 0.1
 
 _stores: list[Any] = []  # open to the end of this process

@@ -149,7 +149,7 @@ class RunConfig:
             if kind not in (EVAL, MODULES)
         }
         fixed = {"seed": self.seed, "outer": asdict(self.outer), "inner": inner, "entry_points": entry_points}
-        if weights := self.inner.rewards.weights:  # function -> weight; their files count by digests
+        if weights := self.inner.rewards.weights:  # function -> weight; the functions' files count by digests
             fixed["reward_weights"] = weights
         if models := self.inner.rewards.models:
             fixed["reward_models"] = models
@@ -228,7 +228,7 @@ class RunConfig:
                 raise ConfigError(absent_words(kind, name, path, self.folder))
             return
         if is_task(name):
-            return  # its table checked the name; `gather_data` checks the package
+            return  # the table has checked the name; `gather_data` checks the package
         from inner.data.hub_data import HubDataset
 
         try:

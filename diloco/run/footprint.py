@@ -189,7 +189,7 @@ def kept_text(found: Footprint, steps: int, keep: int) -> str:
     if keep >= found.needed:
         reach = f"reach back {(keep - found.needed) // found.back:,} steps or more"
         return f"at most {byte_size(keep)} {of_all} stay (fleet.keep), {every}, and {reach}"
-    stays = f"what a replica may need, up to {byte_size(found.needed)}, {of_all} stay (fleet.keep), {every}"
+    stays = f"the blobs that a replica may need, up to {byte_size(found.needed)}, {of_all} stay (fleet.keep), {every}"
     return f"{stays}{_floor_advice(found, keep)}" if keep else stays
 
 

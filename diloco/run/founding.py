@@ -68,7 +68,7 @@ def open_run(
     won, stands, mine = found_run(store, clock, mine, lambda: _sized_codec(config, store, clock))
     refuse_another(url, stands, mine, untouched=store.get(layout.commit_key(0)) is None)
     if parent is not None and parent != stands.parent:
-        raise WrongRun(f"{url} goes on from {stands.parent}, not from {parent}. Use another --run, or leave --from out")
+        raise WrongRun(f"{url} continues from {stands.parent}, not from {parent}. Use another --run, or omit --from")
     set_desired(store, clock, fleet, counts_steps=config.script is None or steps is not None)
     return Run(url, raw, with_script(stands, store), resumed=not won)
 
@@ -126,7 +126,7 @@ def refuse_nested(url: str) -> None:
             store = open_store(above, make=False)
             if store.get(layout.RUN) is not None and not is_superseded(store):
                 raise WrongRun(
-                    f"{url} lies inside the run at {above}: each would read the other's objects as its own. Use a "
+                    f"{url} is inside the run at {above}: each would read the other's objects as its own. Use a "
                     "URL beside that run, or join it there"
                 )
 
@@ -206,7 +206,7 @@ def refuse_another(url: str, stands: RunRecord, mine: RunRecord, *, untouched: b
     """Raise WrongRun with the differences if run.json describes other mathematics or other user files."""
     if differs := list_differences(stands, mine):
         kind = "script" if "script" in mine.config else "config"
-        go_on = f" To go on from its weights with this config: diloco train CONFIG --run NEW --from {shlex.quote(url)}."
+        go_on = f" To continue from its weights: diloco train CONFIG --run NEW --from {shlex.quote(url)}."
         raise WrongRun(
             f"{url} holds a run with other mathematics: {'; '.join(differs)}. A run's mathematics never change; use "
             f"another --run URL for this {kind}, or the {kind} that the run was started with."

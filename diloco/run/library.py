@@ -1,7 +1,7 @@
 """A run that a program founds by itself, with `StoreManager` and `make_diloco`, or inside a script of `diloco launch`.
 
     ensure_slot       the first control record, or one that has this slot
-    take_free_slot    slot "auto": a guest's slot beside a supervisor's, else the first free one
+    take_free_slot    slot "auto": the first free slot; with a supervisor, a slot that it never fills
     agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
     open_session      the session of a replica that a program starts, or that `diloco launch` started for it
     launched_session  the session that a replica's process holds for the script which it runs
@@ -112,9 +112,9 @@ def first_replicas(url: str) -> int:
 
 
 def take_free_slot(store: Store, clock: Clock) -> tuple[str, int]:
-    """Claim the first slot that has no claim or whose session has left.   Return it and the claim's generation.
+    """Claim the first slot that has no claim or whose session has left.   Return the slot and its generation.
 
-    In a run with a supervisor it is a guest's slot: the supervisor neither takes it nor fills it again.
+    In a run with a supervisor, the slot is a guest's: the supervisor never starts a replica in it.
     """
     is_supervised = store.get(layout.claim_key(layout.SUPERVISOR, 1)) is not None
     first = read_control(store).replicas if is_supervised else 0

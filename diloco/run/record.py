@@ -254,7 +254,7 @@ def with_script(record: RunRecord, answers: Readable) -> RunRecord:
 
 def decode_run(url: str, body: bytes) -> RunRecord:
     """Read run.json.   Raises WireError with the run's URL and the next thing to do."""
-    if SEALED.search(body):  # a store under the key takes the seal off
+    if SEALED.search(body):  # a store with the run key would have removed the seal
         from rendezvous.stores.signed import LOST_SEAL
 
         raise WrongRun(LOST_SEAL.format(url=url))
@@ -276,14 +276,14 @@ OPENING = (layout.RUN, layout.SEAL)  # the records that every reader needs first
 
 
 def read_model(run: Run) -> ModelRecord | None:
-    """Return the record of the run's model; None before it is published.   Raise RecordsLost if it was, and is gone.
+    """Return the record of the run's model; None before it is published.   Raise RecordsLost if it is lost.
 
     A commit is later than the model, and so is snapshot 0, but in a fork and in a script's run. A script with
     make_diloco publishes none: then no key begins with model/."""
     is_script = run.config.script is not None  # ConfigError: a program with make_diloco publishes no model
     later = [layout.commit_key(0), *([] if is_script or run.record.parent.url else [layout.snapshot_key(0)])]
     if (body := run.store.get(layout.MODEL_MANIFEST)) is None and any(run.store.get(key) is not None for key in later):
-        body = run.store.get(layout.MODEL_MANIFEST)  # it may have been published since the first look
+        body = run.store.get(layout.MODEL_MANIFEST)  # the model may have been published since the first look
         if body is None and (not is_script or run.store.list("model/")):
             raise RecordsLost(
                 f"{run.url}/{layout.MODEL_MANIFEST} is lost, though the run has begun. It names the start model, and "
@@ -316,7 +316,7 @@ def open_under_seal(url: str, bare: Store, answers: Ahead) -> tuple[Readable, St
 
 @dataclass(frozen=True)
 class Superseded(Record):
-    """The record in place of commit 0: the run that counts is below `again`."""
+    """A record in place of commit 0, which says that `again` contains the run that counts."""
 
     kind: ClassVar[str] = "superseded"
     nonce: Word
@@ -335,7 +335,7 @@ def is_superseded(store: Readable) -> bool:
 
 
 def leads_on(store: Store, answers: Readable) -> bool:
-    """Whether the store has the run's own Superseded.   answers: the same store, or its earlier answers.
+    """Whether the store has a Superseded of this run.   answers: the same store, or its earlier answers.
 
     A sealed run's Superseded must have the tag. Otherwise any writer to the bucket could keep the paying user
     from ending the fleet.  Raises WrongRun without the key of a sealed run."""

@@ -94,7 +94,7 @@ def _section(path: str, cls: type) -> str:
 
 
 def _trl_section() -> str:
-    """List the settings that [inner.trl] passes to TRL, and the keys that set the other ones."""
+    """List the settings that [inner.trl] passes to TRL, and the keys that set TRL's other settings."""
     rows = [f"| `{name}` | {TRL_FIELDS[name].replace(' | ', ' or ')} |" for name in HANDED_THROUGH]
     owned: dict[str, list[str]] = {}
     for name, instead in OWNED.items():

@@ -190,7 +190,7 @@ class EvalConfig(Table):
         return self.task or self.prompts
 
     def task_spec(self, inner: InnerConfig) -> TaskSpec:
-        """Return the spec of the task's rows; call it only if `task` is set.   inner: of the same run, for the
+        """Return the spec of the task's rows; call it only if `task` is set.   inner: the run's [inner], for the task's
         options."""
         same = inner.data.task_options if inner.data.task == self.task else {}
         options = same if self.task_options is None else self.task_options

@@ -29,7 +29,7 @@ def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     folder: the one that has the code's package, for `python -m package.code`; None: the code's own folder.
     Of that package, only the modules that are imported; of another one, all."""
     folder = folder or code.parent
-    own = code.relative_to(folder).parts[0]  # its package; without one, the file
+    own = code.relative_to(folder).parts[0]  # the code's package, or else its file
     packages = [p / "__init__.py" for p in code.parents if p != folder and p.is_relative_to(folder)]
     found = {path.relative_to(folder).as_posix(): path for path in packages if path.is_file() and path != code}
     new = [code, *found.values()]

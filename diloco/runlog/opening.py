@@ -24,7 +24,7 @@ from rendezvous.stores.run_key import as_sealed
 
 @dataclass(frozen=True)
 class View:
-    """An open run with its cache.   answers: to the requests that opened it."""
+    """An open run with its cache.   answers: those to the requests that opened the run."""
 
     run: Run
     cache: Cache | None
@@ -44,7 +44,7 @@ def open_view(url: str, scope: Scope) -> View:
     run = Run(url, store, with_script(decode_run(url, records.get(layout.RUN) or b""), records))
     cache = cache_of(run.store, run.record.nonce)
     if guess is not None and cache is not None and guess.folder == cache.folder:
-        cache = guess  # its files are already read
+        cache = guess  # the files of this cache are already read
     return View(run, cache, _verified_answers(store, bare, answers))
 
 

@@ -5,7 +5,7 @@
               0   └── the first one missing
 
 A commit is written before every record that names it, and no run deletes commits.  So records are listed first and
-commits are read last: a run that goes on meanwhile loses nothing here.
+commits are read last: a run that continues meanwhile loses nothing here.
 
 Not promised: a loss after which no record was written, or of which LIST does not tell (it may lag).
 """

@@ -145,7 +145,7 @@ class Reader:
     """A reader of a bucket for repeated looks; it reads write-once records only once.
 
     scope: the records that the view needs.   cache: records that were read earlier (rendezvous/stores/cache.py).
-    answers: to the requests that opened the run (runlog/opening.py).
+    answers: those to the requests that opened the run (runlog/opening.py).
     """
 
     def __init__(

@@ -7,11 +7,11 @@
                         1 of each of 24 more
     costs     count     none                   none                        all
     watch     all       as status, and 4 of    as status, until the         all
-                        each of 48 more steps  view goes on in turns
+                        each of 48 more steps  view continues in turns
     the watch of a small run reads the same as its report, without a LIST
 
-These limits are for a reader's first look. It reads all later records, unless a Focus limits the next look to a part
-of the run (diloco/views/pace.py).
+These limits are for a reader's first look. The reader reads all later records, unless a Focus limits the next look to a
+part of the run (diloco/views/pace.py).
 
 Not promised: equal counts of invalid log lines in two views; each view counts the lines that it reads.
 """

@@ -18,7 +18,7 @@ FEW = 8  # with fewer values, noise is not estimated
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Draw values in at most `width` characters.   values: by step, None for an unread step."""
+    """Draw values in at most `width` characters.   values: one per step, None for an unread step."""
     means = squeezed(values, width)
     if not means:
         return ""

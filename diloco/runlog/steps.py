@@ -26,7 +26,7 @@ NUMBERS = {
 
 
 class Counted(NamedTuple):
-    """One offer that a commit lists.   factor: the norm gate's factor.   samples: how many it learned from.
+    """One offer that a commit lists.   factor: the norm gate's factor.   samples: number of its samples.
 
     zero: whether the offer's pseudogradient is zero."""
 
@@ -113,7 +113,7 @@ class Step:
         """Make a Step from its commit.   linked: the commit has the right digest of the commit before."""
         step = cls(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried), linked)
         step.gated = tuple(dict.fromkeys(o.slot for o in c.offers if o.factor != 1.0))
-        for o in (o for o in c.offers if o.samples):  # late work of a slot stands beside its fresh work
+        for o in (o for o in c.offers if o.samples):  # a commit may list a slot's late work beside its fresh work
             step.samples[o.slot] = step.samples.get(o.slot, 0.0) + o.samples
         step.empty = all(o.zero for o in c.offers)
         step.snapshot = c.snapshot

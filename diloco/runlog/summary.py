@@ -8,8 +8,8 @@
     collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
     ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
 
-Not promised: that all sessions fit on the screen; the newest state of the bucket, but blobs that are reported as gone
-are gone.  A step in the window without a written mean keeps its pseudogradients; `diloco export` checks the blobs
+Not promised: that all sessions fit on the screen; the bucket's newest state; but a blob that is reported as gone is
+gone.  A step in the window without a written mean keeps its pseudogradients; `diloco export` checks the blobs
 themselves.
 """
 
@@ -66,7 +66,7 @@ def curve_of(report: Report) -> Curve:
 def summary(report: Report) -> str:
     """Return one screen of text: at most 24 lines of 80 columns."""
     lines = [headline(report), ""]
-    lines += [f"  goes on from {parent}"] if (parent := report.config.get("parent")) else []
+    lines += [f"  continues from {parent}"] if (parent := report.config.get("parent")) else []
     lines += _curve_lines(report)
     lines += [f"  data, ‖∇‖ per channel: {words}"] if (words := channel_words(report)) else []
     lines += _cost_lines(report)

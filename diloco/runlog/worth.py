@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 RECENT = 10  # outer steps over which agreement is averaged
 LEAST_COSINE = 0.01  # a few steps cannot distinguish a smaller cosine from 0
-ALIKE = 0.8  # above it, replicas make nearly the same step; at their best lr, the study's fleets are below 0.8
+ALIKE = 0.8  # above this cosine, replicas make nearly the same step; at their best lr, the study's fleets are below 0.8
 
 
 @dataclass(frozen=True)
 class Worth:
-    """Use and gain.   hours: of all devices.   first, newest: values of the headline `name`, or None.
+    """Use and gain.   hours: the sum over all devices.   first, newest: values of the headline `name`, or None.
 
     unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
     cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.
@@ -74,7 +74,7 @@ def worth(report: "Report") -> Worth:
 
 
 def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
-    """Return the mean cosine between two replicas over the newest steps with one, and their mean number."""
+    """Return (mean cosine between two replicas, mean number of replicas) over the newest steps with a cosine."""
     told = [step for step in steps if "cos_pair" in step.numbers and len(step.fresh) > 1][-RECENT:]
     if not told:
         return None, 0.0

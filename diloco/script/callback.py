@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 BEGUN_TWICE = (
     "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
-    "error end the script, and start the script again: it goes on at the run's position"
+    "error end the script, and start the script again: it continues at the run's position"
 )
 EARLY = (
     "would end this replica alone, and its supervisor would start it again. Leave it out: `diloco stop` ends a run, "
@@ -155,7 +155,7 @@ class DiLoCoCallback(TrainerCallback):
         self.watch()
 
     def watch(self, saves: bool = False) -> None:
-        """Tell the watchdog that the trainer goes on: it times each step of an evaluation, but not a save.
+        """Tell the watchdog that the trainer continues: it times each step of an evaluation, but not a save.
 
         saves: the trainer saves next, which may take any time."""
         if self.loop is not None and saves:

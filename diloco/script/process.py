@@ -42,7 +42,7 @@ ENDED_EARLY = (
 
 
 def run_script(run: Run, session: Session, folder: Path, tell: Callable[[Path], object] | None = None) -> int:
-    """Run the script to its end. Return the replica's exit code.   folder: of this session, empty.
+    """Run the script to its end. Return the replica's exit code.   folder: this session's folder, empty.
 
     tell: called with the folder when its files and the variables are there (diloco/replica/ranks.py).
     Raises ConfigError for a script that cannot run anywhere, and errors of the rendezvous."""

@@ -126,7 +126,7 @@ def unshared_words(loader: Any, *, is_alone: bool, begins_again: bool) -> str:
     sampler = getattr(batches_of(loader)[0], "sampler", None)
     why = f"{type(sampler).__name__} draws rows by itself" if _has_length(loader) else "the dataset has no length"
     equal = f"all replicas read the same rows in the same order. Shuffle them with a seed from {SLOT}"
-    again = "a session that replaces another one begins at the first row again. Use a dataset with a length"
+    again = "a session that replaces another session begins at the first row again. Use a dataset with a length"
     told = [*([] if is_alone else [equal]), *([again] if begins_again else [])]
     return f"{why}, so {'; and '.join(told)}" if told else ""
 

@@ -105,7 +105,7 @@ def is_complete(report: Report, logged: LoggedSteps, row: int, *, now: float, ov
 
 
 def _is_awaited(session: SessionSummary, step: Step, report: Report, now: float) -> bool:
-    """Whether a row waits for this session: by the bucket, it trained in this outer step."""
+    """Whether a row waits for this session, because it trained in this outer step."""
     if any(t == step.t for t, _ in session.commits):
         return True
     if session.slot not in report.slots:

@@ -36,7 +36,7 @@ TOOL_FAILURES = 0.5
 BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
 FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
-RIGHT, FALL = 0.7, 0.25  # share of pairs ranked right; least fall of the chosen responses' log-prob, of its size
+RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; least relative fall of the chosen responses' log-prob
 CHOSEN = "replay_chosen_logp"
 BANDS = {  # metric: (its label, least and largest multiple of the median inside the band, least width)
     "kl": ("KL", 0.0, 5.0, 0.1),
@@ -166,7 +166,7 @@ def tool_failures(report: Report, now: float, spent: Spending | None) -> list[Tr
     if share is None or share < TOOL_FAILURES:
         return []
     text = f"{share:.0%} of the tool calls of the newest {NEWEST} outer steps failed"
-    advice = "read what the tools answered (`diloco watch RUN`, key o); call them by hand with those arguments"
+    advice = "read the tools' answers (`diloco watch RUN`, key o); call them by hand with those arguments"
     return [trouble("tool_failures", text, advice, step=report.steps[-NEWEST].t)]
 
 

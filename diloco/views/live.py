@@ -87,7 +87,7 @@ class LiveReader:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all records were read once."""
+        """Whether all records have been read."""
         return self._reader is not None
 
     @property

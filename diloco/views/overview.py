@@ -162,7 +162,7 @@ def run_state(report: Report) -> str:
 
 
 def _elapsed_s(report: Report, state: str, now: float) -> float:
-    """Return the run's elapsed seconds; those of a run that ended or was stopped grow no more."""
+    """Return the seconds from the run's begin to now, or to its end or stop."""
     if state == "not begun" or not report.began:
         return 0.0
     return max(0.0, {"done": report.ended, "stopped": report.last_sign}.get(state, now) - report.began)

@@ -23,17 +23,17 @@ Sample = tuple[int, str, str, str, float | None]
 
 
 class SampleReader:
-    """A reader of samples.   most: samples per outer step, over all replicas.   It usually reads each object once."""
+    """A reader of samples.   most: samples per outer step, over all replicas.   Usually reads each object once."""
 
     def __init__(self, store: Readable, most: int) -> None:
         self._store = store
         self._most = most
         self._seen = set[str]()
-        self._first = 0  # the first row that is held: earlier ones were not read, or were forgotten
+        self._first = 0  # the first row in memory: earlier rows were not read, or were forgotten
         self._samples = defaultdict[int, dict[str, list[Sample]]](dict)
 
     def read_from(self, row: int) -> None:
-        """Read new samples of row `row` and later ones; read all again if these rows were forgotten."""
+        """Read new samples of row `row` and of later rows; read all again if these rows were forgotten."""
         if row < self._first:
             self._seen.clear()
             self._samples.clear()

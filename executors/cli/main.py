@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
         os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
     words, command = split_command(sys.argv[1:] if argv is None else argv)
-    survive_lost_output("stderr")  # the exit code stays, and is what a program reads
+    survive_lost_output("stderr")  # the exit code, which programs read, stays the same
     try:
         try:
             args = make_parser(words).parse_args(words)
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "stop":
             survive_lost_output()  # a closed pipe (`| head -1`) must not leave rented machines running
         code = print_answer(_short_form(args) or args.act(args), args.json)
-        sys.stdout.flush()  # here, where a full disk can be told
+        sys.stdout.flush()  # here, where we can report a full disk
         return code
     except KeyboardInterrupt:
         return 130
@@ -59,10 +59,10 @@ def main(argv: list[str] | None = None) -> int:
 
         if os.environ.get("DILOCO_DEBUG") or not is_expected(error):
             raise
-        if getattr(error, "filename", None) == "<stdout>":  # what is left of the text goes nowhere
+        if getattr(error, "filename", None) == "<stdout>":  # drop the rest of the text
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         text, code = explain_error(error)
-        print(f"diloco {words[0]}: {text}", file=sys.stderr)
+        print(f"diloco {words[0] if words else '--help'}: {text}", file=sys.stderr)
         return code
 
 
@@ -121,11 +121,11 @@ def make_parser(words: Sequence[str] = ()) -> ArgumentParser:
     verbs = parser.add_subparsers(dest="command", metavar="VERB", required=True, help=SUPPRESS, prog="diloco")
     for kind in kinds or VERBS:
         import_module(f"executors.cli.{kind}.verbs").add_verbs(verbs)
-    parser.usage = "diloco VERB …        `diloco VERB --help` says what one verb takes"
+    parser.usage = "diloco VERB …        `diloco VERB --help` explains one verb"
     if not kinds:
         from executors.cli.overview import EXIT_CODES, Version, verbs_in_groups
 
-        parser.add_argument("--version", action=Version, nargs=0, help="which release this is")
+        parser.add_argument("--version", action=Version, nargs=0, help="print the release")
         parser.description = verbs_in_groups({choice.dest: choice.help or "" for choice in verbs._choices_actions})
         parser.epilog = EXIT_CODES
     return parser

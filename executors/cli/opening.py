@@ -47,7 +47,7 @@ def ask_again(request: Callable[[], T], clock: Clock | None = None) -> T:
 
 
 def patient(act: Act) -> Act:
-    """Return the act, repeated while the bucket does not answer; it must write nothing before it has read all."""
+    """Return the act, repeated while the bucket does not answer; the act must write only after it has read all."""
     return lambda args: ask_again(lambda: act(args))
 
 

@@ -38,7 +38,7 @@ def _read_typed(name: str, text: str) -> Any:
 
 def add_run_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
     parser = add_verb(verbs, name, text, act)
-    parser.add_argument("run", metavar="RUN", help="where the run lies: runs/mine, s3://…")
+    parser.add_argument("run", metavar="RUN", help="the run's folder or bucket: runs/mine, s3://…")
     return parser
 
 

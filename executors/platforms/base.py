@@ -205,8 +205,8 @@ class ServerlessExecutor(Protocol):
     """Starts processes on a platform, and reports their statuses and results.
 
     The answer to a launch may be lost, and a platform's list may be out of date, so two processes of one (slot,
-    attempt) may run.  A handle then stands for the launch: a poll reports the process that counts, in Status.handle,
-    and ends the others.
+    attempt) may run.  Their launch has one handle: a poll reports the process that counts, in Status.handle, and ends
+    the others.
     """
 
     @abstractmethod

@@ -42,7 +42,7 @@ from inner.masking import mask_secrets
 
 START = "import sys; from executors.platforms.container import run_in_child; sys.exit(run_in_child(sys.argv[1]))"
 STARTED = "diloco-started: "  # begins the first line of a container's log
-ENDED = "diloco-ended: "  # begins each of the last lines; joined, they are the end as JSON
+ENDED = "diloco-ended: "  # begins each of the log's last lines, which together are the end as JSON
 PIECE = 4000  # characters of that JSON in one line
 TAIL = 12
 CRASHED = 1
@@ -213,7 +213,7 @@ class Child:
             raise
 
     def value(self) -> Any:
-        """Return the entry point's return value; None if it was not called with keywords."""
+        """Return the entry point's return value; None if there is no file with one."""
         try:
             return json.loads(Path(f"{self._files}.result").read_text())
         except FileNotFoundError:
@@ -360,7 +360,7 @@ def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before we asked
+        if os.getppid() != parent:  # the parent ended before we asked
             sys.exit(exitcodes.LEFT)
 
 

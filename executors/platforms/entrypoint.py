@@ -61,7 +61,7 @@ def settle(request: Mapping[str, Any]) -> bool:
         os.sched_setaffinity(0, cores)
     if is_actor(request["slot"]):  # lower priority: outer steps wait for replicas, never for actors
         os.nice(10)
-    mark_run(request["run"])  # before the process file says that we are here
+    mark_run(request["run"])  # before the process file names this process
     log = open_own(request["files"] + ".log", APPENDED)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -106,7 +106,7 @@ def run(request: Mapping[str, Any]) -> int:
     except SystemExit as leave:
         return _exit_code(leave.code)
     except BaseException:
-        sys.stdout.flush()  # its output comes before its traceback
+        sys.stdout.flush()  # print the function's output before its traceback
         traceback.print_exc()
         return 1
     finally:

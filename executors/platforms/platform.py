@@ -206,4 +206,4 @@ def launches_wait(what: str) -> Iterator[None]:
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
     """Return an error for a launch without disk space.   folder: the folder without space, if `error` names no file."""
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
-    return Unavailable(f"{words}. Free some space. Until then, no replica is started; running replicas go on")
+    return Unavailable(f"{words}. Free some space. Until then, no replica is started; running replicas continue")

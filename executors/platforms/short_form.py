@@ -5,8 +5,8 @@
                                                                                  Face, a file on Slurm
     container  every quarter of LEASE_S     `until` is over and not renewed ─▶ asked to leave, then killed
 
-Such a fleet has no supervisor.  Without a lease its GPUs could run for a day after the launching script was killed.
-On this machine a process leaves within seconds of the end of its last launcher.
+Such a fleet has no supervisor.  Without a lease the fleet's GPUs could run for a day after the script that launched it
+was killed. On this machine a process leaves within seconds of the end of its last launcher.
 
 Not promised: a lease on a platform that cannot store one (SkyPilot); a launch there warns about it.
 """

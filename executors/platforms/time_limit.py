@@ -14,7 +14,7 @@ from collections.abc import Callable
 from diloco.process import exitcodes
 from rendezvous.layout import is_slot, slot_index
 
-STAGGER, GOLDEN = 0.1, 0.6180339887498949  # for staggered_s: the part of the limit over which it spreads ends; 1/φ
+STAGGER, GOLDEN = 0.1, 0.6180339887498949  # for staggered_s: part of the limit over which ends are spread; 1/φ
 
 
 MARGIN = 0.9  # fraction of the time after which the process is asked to leave; the rest is for a last offer

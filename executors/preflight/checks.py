@@ -139,7 +139,7 @@ def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
     if known.folder is None or not any((known.folder / name).is_file() for name in TOKENIZERS):
         why = "the run reads it out of the file" if is_gguf_file(inner.model) else "its tokenizer is not here"
         pairs = " and the pairs" if inner.replay.is_used else ""
-        return [f"not checked: what {inner.model}'s chat template makes of the prompts{pairs} ({why})"]
+        return [f"not checked: whether {inner.model}'s chat template renders the prompts{pairs} ({why})"]
     held_out = config.eval.source if config.eval is not None else None
     found = dry_run(inner, config.user_files(), known.folder, held_out)
     if found.refused:

@@ -17,7 +17,7 @@ def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
     """Return a message about the first word of `unknown`; if the word looks like an option, name the nearest option."""
     first, options = unknown[0].partition("=")[0], list(options)
     if first in options:
-        return f"{first} stands before the verb; the verb comes first, then its options"
+        return f"{first} is before the verb; write the verb first, then its options"
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"
     return f"there is no option {first}{nearest_hint(first, options)}"
@@ -38,5 +38,5 @@ def in_words(message: str, prog: str) -> str:
         return f"there is no {name} {word!r}" + (nearest_hint(word, known) or f"{first}; there are {', '.join(known)}")
     if message.startswith("the following arguments are required"):
         missing = message.partition(": ")[2]
-        return f"{missing} must be given; `{prog} --help` says what it is"
+        return f"{missing} must be given; `{prog} --help` explains it"
     return message.removeprefix("argument ")

@@ -52,7 +52,7 @@ def look_into_bucket(url: str) -> Bucket:
     url: the run's URL, or "".
     """
     if not url:
-        return Bucket(note="no --run was given, so nothing is known of a run that may stand there")
+        return Bucket(note="no --run was given, so an existing run, if there is one, is unknown")
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(lambda: _read_bucket(current_url(url))).result(LOOK_S)
@@ -73,9 +73,7 @@ def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: in
     number of devices per replica."""
     parameters = parameters_within(config, model)
     if parameters is None:
-        return [
-            f"memory, bytes and seconds are not known: how many parameters {config.inner.model} has could not be read"
-        ]
+        return [f"memory, bytes and seconds are not known: {config.inner.model}'s parameter count could not be read"]
     from diloco.run.sizing import quantised_parameters_of, trained_parameters_of
 
     sizes = {"trained": trained_parameters_of(config, model), "quantised": quantised_parameters_of(config, model)}

@@ -206,7 +206,7 @@ def image_fault(place: Place) -> str:
 
 
 def _has_credential(value: object) -> bool:
-    """Whether a text has a token or an address's password.  A variable's name and an image's digest are neither."""
+    """Whether a text has a token or an address's password.  A variable's name or an image's digest does not count."""
     return bool(re.search(rf"//[^/@\s]*:(?!{VARIABLE}@)[^/@\s]+@(?!sha\d+:)|\b{SECRET_VALUE.pattern}", str(value)))
 
 

@@ -52,7 +52,7 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 
 
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError if the run would be created in a folder that holds other files, RecordsLost if a run's do."""
+    """Raise UsageError if the run's new folder holds other files; raise RecordsLost if these are a run's files."""
     folder = Path(url.removeprefix("file://"))
     if not is_folder(url) or (folder / layout.RUN).exists():
         return

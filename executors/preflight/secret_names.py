@@ -1,14 +1,14 @@
-"""Tells a secret by its file's name, so that a launch leaves it here: a run's files are plain.
+"""Recognises a secret by its file's name, so that a launch does not send it: a run's files are not encrypted.
 
     slack_token.txt ─words─▶ "slack token", data ─▶ ends with a token, and no model's word stands before ─▶ a secret
     token_utils.py  ─words─▶ "token utils", code ─▶ ends with utils                                      ─▶ code
     HFtoken.TXT     ─words─▶ "h ftoken", and joined "hftoken" ─▶ the joined word is a service's token    ─▶ a secret
 
-The last word says what a thing is: `db_credentials` are credentials, `credentials_check` is a check.  A token is a
-secret if its owner is a service (`hf_token.py`), and for data also if its owner is unknown; else it is a model's.
-A key is a secret if its owner is a service.
+The last word of a name tells the kind of the thing: `db_credentials` are credentials, `credentials_check` is a check.
+A token is a secret if its owner is a service (`hf_token.py`), and for data also if its owner is unknown; else it is a
+model's. A key is a secret if its owner is a service.
 
-OLDER are the patterns of an earlier release: a name that they keep here is kept, if it is no template.
+OLDER has the patterns of an earlier release. A name that they match is a secret, too, unless it is a template.
 
 Not promised: a secret in a file of another name or language, or a module `acme_token.py` of a service that we do not
 know.
@@ -68,7 +68,7 @@ def is_secret(path: str) -> bool:
 
 
 def _readings(name: str) -> set[str]:
-    """Return {"db credentials", "dbcredentials"} for "dbCredentials": "HFtoken" has its words in the joined form alone.
+    """Return {"db credentials", "dbcredentials"} for "dbCredentials": "HFtoken" matches only in its joined form.
 
     Accents do not count."""
     plain = "".join(letter for letter in unicodedata.normalize("NFKD", name) if not unicodedata.combining(letter))

@@ -14,7 +14,7 @@ from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
 FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
-EVALUATION_S = 86400.0  # time for the last evaluation; if it hangs, the replica's own watchdog ends it
+EVALUATION_S = 86400.0  # time for the last evaluation; the replica's own watchdog ends one that hangs
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
 
@@ -55,7 +55,7 @@ def boundary_of(run: Run) -> int:
 
 
 def lost_work(beat: Beat | None) -> str:
-    """Describe the work lost with a killed replica; "" if it had uploaded all work.   beat: its last heartbeat."""
+    """Describe the work lost with a killed replica; "" if all was uploaded.   beat: the replica's last heartbeat."""
     if beat is None or beat.phase != AT_WORK:
         return ""
     if not beat.inner:

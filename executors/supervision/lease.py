@@ -25,7 +25,7 @@ from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a live supervisor may be silent for some seconds while it imports heavy modules
 BEAT_S = 2.0  # seconds between heartbeats during a slow call to a platform
-WATCHING = "watching"  # its heartbeat's phase after its first look and the actions that follow
+WATCHING = "watching"  # a supervisor's phase after its first look and the actions that follow
 
 T = TypeVar("T")
 

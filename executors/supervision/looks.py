@@ -8,7 +8,7 @@
 This needs 7 requests per replica and outer step of 25 s; reading all parts each second would need 123 (8 replicas).  A
 store on this machine is read completely each time.
 
-It also checks that the run's records are still in its store:
+A supervisor also checks that the run's records are still in the run's store:
 
     every RECORDS_S, and before a run is called done:   run.json · newest control record · newest commit
                                                              └─ a record is gone ──▶ end the replicas, with the reason

@@ -135,7 +135,7 @@ def _end_everything(
 ) -> list[End]:
     launches = Launches(store, executor)
     try:
-        launches.cancel(launches.waiting, 0.0)  # they have no process yet that could read the request
+        launches.cancel(launches.waiting, 0.0)  # these launches have no process yet that could read the request
         _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seize_if_needed(store, clock, launches)
@@ -289,7 +289,7 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
         return End(name, False, f"left at outer step {now.step}")
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
         where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
-        return End(name, True, f"its heartbeat moves, so it may run elsewhere: {where}")
+        return End(name, True, f"its heartbeat changes, so it may run elsewhere: {where}")
     lost = f"; lost {work}" if (work := lost_work(now)) else ""
     seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
     return End(name, False, f"gone without a leave record{seen}")
@@ -299,7 +299,7 @@ def _renamed_from(store: Store, claim: Claim) -> str:
     """Return the folder for which the claim's process works on this machine, if no folder has that name any more."""
     root = getattr(store, "root", None)
     for card in sorted(Path(root).glob("processes/*.json")) if root else ():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # any writer may have put it there
+        with suppress(OSError, ValueError, KeyError, TypeError):  # any writer may have put the object there
             told = json.loads(card.read_bytes())
             known = (told["pid"], told["started"]) == (claim.pid, claim.started) and claim.host == machine_name()
             gone = known and not Path(told["run"].removeprefix("file://")).exists()

@@ -99,7 +99,7 @@ class Supervisor:
     parent: str = ""
     entrypoint: str = REPLICA
     limits: Limits = field(default_factory=Limits)
-    alert: str = field(default="", repr=False)  # it may be a secret
+    alert: str = field(default="", repr=False)  # the address may be a secret
     show: Callable[[Report], None] = lambda report: None
     each_tick: Callable[["Supervisor", Report], None] = lambda supervisor, report: None
 
@@ -216,7 +216,7 @@ class Supervisor:
                 return Outcome(exitcodes.USER_ERROR, str(error))
             patience_s = float("inf") if self.slots.anybody or self.slots.opened else PATIENCE_S
             self._wait_out(error, f"trying again; replicas that run continue: {error}", patience_s)
-        except RecordsLost as lost:  # seen by a renewal of the lease; now that we leave, no tick renews it
+        except RecordsLost as lost:  # raised by a renewal of the lease; while we leave, no tick renews the lease
             if self._verdict is not None:
                 raise
             self._verdict, self._leaving = Outcome(exitcodes.USER_ERROR, str(lost)), "the run's records are gone"
@@ -315,7 +315,7 @@ class Supervisor:
             why = self._leaving or "stopped by `diloco stop`"
             where = f"at outer step {report.progress}"
             lost = ", ".join(f"{t.slot} lost {t.lost}" for t in self.slots.all() if t.lost)
-            kept = f"{lost}; all that was offered before stays" if lost else "nothing is lost"
+            kept = f"{lost}; all work that was offered before is kept" if lost else "nothing is lost"
             return Outcome(exitcodes.LEFT, f"{why} {where}; {kept}")
         return None
 

@@ -15,7 +15,7 @@
 A hint is given only if it would change the action. A hint that recommends the failed action would make the model more
 confident in its mistake; with the live teacher, runs collapse in this way.
 
-The hint stands before the failed turn, so its text describes the call as if it were still to come.
+The teacher reads the hint before the failed turn, so the hint describes the call as still to come.
 
 Not promised: that a hint is right, or that each error gets the kind that a person would choose. An environment can name
 the kind in its error (spans.py), or define its own `hint(row, error) -> str | None`. llm_hints.py has hints that a
@@ -112,7 +112,7 @@ def template_hint(
         and not _fits_schema(_parse_calls(student_action), functions[tool])
     ):
         return TEMPLATES[kind].format(tool=tool, arguments=_list_parameters(functions[tool]))
-    if kind in ("unknown_tool", "bad_arguments"):  # a list of tools would be empty, or add no information
+    if kind in ("unknown_tool", "bad_arguments"):  # a list of tools or arguments would be empty, or would not help
         kind = "exception"
     return TEMPLATES[kind].format(call=f"Calling {tool}" if tool else "The next step", error=_error_sentence(error))
 

@@ -1,18 +1,18 @@
-"""Build lessons: the self-teacher's context for a rollout, and the tokens of the rollout that it scores.
+"""Build lessons: the context that the self-teacher reads, and the rollout's tokens that the self-teacher scores.
 
     hint      prompt … hint … <assistant>                       │ a turn that failed        one lesson per such turn
     rollout   prompt … a sibling's success, the errors … <assistant> │ the whole response   one lesson per rollout
 
-"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO). It has two parts: the first
-sibling (another rollout of the prompt) with enough reward, and the errors of the rollout's own failed calls. A rollout
-with neither part gets no lesson. The teacher sees tool results, but the student does not learn their tokens.
+"rollout" is the SDPO paper's context (Hübotter et al.; the reprompt as in lasgroup/SDPO). This context has two parts:
+the first sibling (another rollout of the prompt) with enough reward, and the errors of the rollout's own failed calls.
+A rollout with neither part gets no lesson. The teacher sees tool results, but the student does not learn their tokens.
 
 A rollout that reached max_completion_length gives a lesson like any other, even if mask_truncated_completions removes
-it from the policy loss. That mask exists because the reward of such a rollout is noise, and a lesson does not use the
+it from the policy loss. The mask exists because such a rollout's reward is noise, and a lesson does not use the
 reward of the rollout that it corrects (docs/internals/decisions/013).
 
-Not promised: the reprompt inside the user's message. It is a separate message after the user's, so that the prompt's
-ids stay as they were in sampling.
+Not promised: the reprompt inside the user's message. The reprompt is a separate message after the user's, so the prompt
+has the same ids as in sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Lets a model write hints. `LLMHints` is called like any other hint; it uses the replay's client and cost ceiling.
+"""Lets a model write hints. `LLMHints` is a Hint like any other. It uses the replay's client and cost ceiling.
 
     hint = LLMHints(Teacher("qwen/qwen3-32b", 0.1, 0.3), max_total_usd=1.0, ledger="hints.jsonl")
     hint(row, error) -> text or None        for the environment's file, for the trainer's `hint`, for TraceStates
@@ -12,17 +12,17 @@
     full, or anything else fails
 
 `prepare` asks about many turns at once. The trainer calls it once per batch of rollouts, and waits at most `wait_s`.
-After one failed batch LLMHints skips the next batch; after further failures the next 3, 7, … up to 63. So an endpoint
-that is down costs little time, and we notice when it works again.
+After one failed batch, LLMHints skips the next batch; after further failures, it skips 3, 7, … up to 63 batches. So an
+endpoint that is down costs little time, and LLMHints notices when the endpoint works again.
 
-    hints.jsonl     the file of the first process on this machine, which locks it until it ends
+    hints.jsonl     the file of the first process on this machine; the process locks the file until it ends
     hints.1.jsonl   the file of the second, and so on: replicas share no ledger; each may spend the whole max_total_usd
 
 We never pay again for an answer in the ledger. All sessions with one ledger together stay under the ceiling. A replica
 that starts again takes the first free file, with the answers in it.
 
 Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N
-replicas may spend N times max_total_usd. The endpoint reads the rollout's last messages: use one that may read them.
+replicas may spend N times max_total_usd. The endpoint gets a rollout's last messages: choose one that may see them.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class LLMHints:
         self.concurrency = concurrency
         self.timeout_s = timeout_s
         self.wait_s = wait_s
-        self._answers: dict[str, str] = {}  # request -> answer; "": the model gave none, and we do not ask again
+        self._answers: dict[str, str] = {}  # request -> answer; "": the model gave no hint; do not ask again
         self._open_ledger: Ledger | None = None  # None until the first request
         self._failures = 0  # failed batches in a row
         self._to_skip = 0
@@ -190,7 +190,7 @@ def read_hint(answer: str) -> tuple[str | None, str | None] | None:
         return None
     if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
         return None
-    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # such a hint could end its message
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it could end the hint's message
         return None
     tool = written.get("tool")
     arguments = written.get("arguments")

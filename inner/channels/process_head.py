@@ -91,7 +91,7 @@ def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> 
 class HeadScore:
     """A process reward: the head scores each turn on the start model's hidden states.
 
-    student: the start model. Its trainable weights are copied once."""
+    student: the start model, whose trainable weights are copied once."""
 
     def __init__(self, head: ProcessHead, student: nn.Module) -> None:
         width = student_width(student)
@@ -190,7 +190,7 @@ def train_process_head(
 ) -> tuple[ProcessHead, float]:
     """Train a head; -> the head and its last loss (nats, binary cross-entropy with soft labels).
 
-    model: the start model of the run.   states, actions: of a replay (inner.replay).
+    model: the start model of the run.   states, actions: those of a replay (inner.replay).
     steps: AdamW steps on 64 examples each; lr falls linearly to 0.
     Raises InnerError if no teacher answered."""
     examples = head_examples(tokenizer, states, actions, key=key)

@@ -33,7 +33,7 @@ from inner.replay.states import TraceState
 
 EPSILON = 1e-4  # added to a standard deviation, as in TRL
 
-TurnScore = float | None | Sequence[float]  # of one turn: a number, None, or a number per token
+TurnScore = float | None | Sequence[float]  # a turn's score: a number, None, or a number per token
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
     order       micro-batch number m takes entries P·m … P·m + P - 1 of an endless permutation: a function of m and the
                 data seed (one per run and slot)
 
-`chosen` is the text of another model. It must not contain the tokens with which this model's template begins and ends
+`chosen` is the text of another model. `chosen` must not contain tokens with which this model's template begins and ends
 turns. The tokenizer would read them as turn marks, and the student would learn to write the user's turn, too.
 
 Templates differ in the messages that they accept: DeepSeek-V3's joins texts with "+" (None as a tool's result is a
@@ -120,7 +120,7 @@ def encode_fitting_pairs(
     limit: int | None,
     skip_unfit: bool = False,
 ) -> list[PairIds]:
-    """Encode the pairs that fit this model.   limit: its positions.   skip_unfit: leave out the others.
+    """Encode the pairs that fit this model.   limit: the model's positions.   skip_unfit: leave out the rest.
 
     render(messages, opened, tools) -> ids.   Raises InnerError for the first pair that does not fit, or if none fits.
     """

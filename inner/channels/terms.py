@@ -6,9 +6,9 @@
              rollout   the SDPO paper's loss: mean over the tokens that the model wrote, of the whole inner step
     replay   DPO or SimPO, mean over pairs of weight · loss
 
-    gradient norm of a channel: ‖∂(its share of the total) / ∂ states‖ at the backbone's output. It is measured during
-    the one backward pass (at the cost of one norm of (B, T, D) per channel and micro-batch). So it is not the norm over
-    the parameters. Use it to compare channels, not runs.
+    gradient norm of a channel: ‖∂(its share of the total) / ∂ states‖ at the backbone's output. We measure it in the
+    one backward pass (at the cost of one norm of (B, T, D) per channel and micro-batch). So this norm is not the
+    norm over the parameters. Compare channels by this norm, not runs.
 
 Only positions that count go through the LM head. Logits are scaled and soft-capped as in the model's own forward.
 

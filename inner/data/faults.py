@@ -1,4 +1,4 @@
-"""Say what is wrong with a file or a row of prompts, for messages.
+"""Describe the fault of a file or of a row of prompts, for messages.
 
     a folder                       save_to_disk's, or which data files are in it
     other bytes than the name says gzip, zip, Parquet, HTML, a pointer of Git LFS
@@ -16,7 +16,7 @@ from typing import Any
 
 DATA = (".jsonl", ".json", ".csv", ".parquet")
 BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
-    (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # comes first: a .parquet may be one
+    (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # first: skipped for a file named .parquet
     (rb"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
     (rb"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),
     (rb"PK\x03\x04", "is a zip archive (.xlsx is one, too). Unpack it, or save the table as .csv"),
@@ -43,7 +43,7 @@ def folder_words(path: Path) -> str:
 
 
 def disguise(path: Path) -> str:
-    """Return what a file is by its first bytes, and the next thing to do, if no reader of rows can read it; else ""."""
+    """Return a file's kind, by its first bytes, and the next thing to do; "" if a reader of rows may read the file."""
     with path.open("rb") as file:
         start = file.read(64).lstrip(b"\xef\xbb\xbf \r\n")
     unpacked = path.with_name(path.stem if path.suffix.lower() not in DATA else f"unpacked-{path.name}")
@@ -52,7 +52,7 @@ def disguise(path: Path) -> str:
 
 
 def prompt_fault(row: Any) -> str:
-    """Return what the row's prompt is, and the next thing to do; "" without a column `prompt`."""
+    """Return the kind of a prompt that cannot be used, and the next thing to do; "" if the row has no `prompt`."""
     if not isinstance(row, dict) or "prompt" not in row:
         return ""
     prompt = row["prompt"]

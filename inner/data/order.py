@@ -22,23 +22,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Share:
-    """A replica's rows: in every epoch, positions index, index + of, … of the permutation that all replicas share."""
+    """A replica's rows: in every epoch, positions `index`, `index + of`, … of the replicas' common permutation."""
 
     seed: int
     index: int = 0
     of: int = 1
 
     def size(self, n_rows: int) -> int:
-        """Return the rows per epoch, the same for every index. A share that is too short continues at the front."""
+        """Return the number of rows per epoch, equal for all shares. A share that is too short begins again."""
         return -(-n_rows // self.of)
 
     def salted(self, salt: int) -> "Share":
-        """Return the same share with another seed, and so of other permutations."""
+        """Return this replica's share of other permutations: those of another seed."""
         return Share(salt + self.seed, self.index, self.of)
 
 
 def prompt_order(n_prompts: int, share: Share) -> Callable[[int], int]:
-    """Return a function: position in the endless sequence -> prompt index. It stores one epoch's permutation."""
+    """Return a function: position in the endless sequence -> prompt index. Keep one epoch's permutation."""
     size = share.size(n_prompts)
     epoch_now = -1
     order = np.empty(0, dtype=np.int64)

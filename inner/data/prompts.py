@@ -25,7 +25,7 @@ from inner.tasks.spec import is_task
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
 LONGEST_FIELD = 2**31 - 1  # most characters of a .csv field
-UNNAMED = "\0"  # and the column's number: key for a .csv column without a name, before it is taken out
+UNNAMED = "\0"  # begins the key of a .csv column without a name; its number follows
 BEYOND = "beyond the header"  # key for fields of a .csv row beyond the header's columns
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
@@ -128,7 +128,7 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     with path.open(encoding=ENCODING, newline="") as lines:
         reader = csv.DictReader(lines, restkey=BEYOND)
         names = list(reader.fieldnames or ())
-        first = names.index("") if "" in names else -1  # it keeps its name: inner.data.columns may rename it
+        first = names.index("") if "" in names else -1  # keeps the name "", so that inner.data.columns can rename it
         reader.fieldnames = [column or ("" if i == first else f"{UNNAMED}{i + 1}") for i, column in enumerate(names)]
         if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
             raise InnerError(
@@ -138,14 +138,14 @@ def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
         for where, row in _numbered(reader):
             filled = [field for field in row.values() if field is not None]
             if len(filled) == 1 and not str(filled[0]).strip():
-                continue  # a line of spaces; csv skips empty ones itself
+                continue  # a line of spaces; the module csv itself skips only empty lines
             if None in row.values():  # DictReader's value for a field that the line does not have
                 raise InnerError(f"{name}, {where} has fewer fields than the header. Complete it, or take it out.")
             yield where, _without_unnamed(name, where, row)
 
 
 def _without_unnamed(name: str, where: str, row: Row) -> Row:
-    """Return the row without its second and further columns without a name, if they are empty or count the rows."""
+    """Return the row without nameless columns but the first. Raises InnerError unless they are empty or numbers."""
     unnamed = [column for column in row if column.startswith(UNNAMED)]
     if full := [column for column in unnamed if row[column].strip() and not row[column].isdigit()]:
         raise InnerError(
@@ -223,9 +223,9 @@ def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
 
 
 def _blank(row: Row) -> str | None:
-    """Return the row's prompt if it is a text without a character that is seen; else None.
+    """Return the row's prompt if it is a text of only white space; else None.
 
-    A chat without words is none: an environment's `reset` may write the prompt, and TRL has such rows itself."""
+    A chat without words is accepted: an environment's `reset` may add the text, as in some of TRL's own examples."""
     prompt = row["prompt"]
     return prompt if isinstance(prompt, str) and not prompt.strip() else None
 

@@ -1,5 +1,5 @@
-"""Render a prompt for a text model.  All uses render here: rollouts, [eval], hints, pairs, `check` and the checks
-before a run.
+"""Render a prompt for a text model. Rollouts, [eval], hints, pairs, `check` and the checks before a run all use this
+file.
 
     messages ── text parts joined ──▶ chat template (tools, switches) ──▶ ids
     a text ──▶ tokenizer ──▶ ids, with one BOS, even if the text already contains it

@@ -9,8 +9,8 @@
     second line   the reverse KL to a reference, estimated from sampled tokens as in its `ref_kl` component. If the
                   reference is the policy that has seen a hint, this is the SDPO channel
 
-PRIME-RL divides the sum by the global number of tokens.  Its config sets the token masks.  Their defaults have changed
-before, so set the masks in your config.
+PRIME-RL divides the sum by the global number of tokens.  The masks of tokens are settings of PRIME-RL, whose defaults
+have changed before. So set the masks in your config.
 
     [trainer.loss]
     type = "custom"

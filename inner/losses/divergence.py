@@ -2,7 +2,7 @@
 
     s = log softmax(S / T)    t = log softmax(T_ / T)    m = log((1 - β) e^s + β e^t)
 
-    β = 0        KL(teacher ‖ student)      "forward": covers all that the teacher does
+    β = 0        KL(teacher ‖ student)      "forward": the student covers all modes of the teacher
     0 < β < 1    β KL(t ‖ m) + (1 - β) KL(s ‖ m)                  On-policy distillation, arXiv 2306.13649, eq. (1)
     β = 1        KL(student ‖ teacher)      "reverse": settles on one mode of the teacher
 
@@ -160,7 +160,7 @@ def check_shapes(student: Tensor, teacher: Tensor, labels: Tensor | None) -> Non
     )
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(text)
-    if labels.unique().tolist() == [0, 1]:  # they may also be the ids of two tokens
+    if labels.unique().tolist() == [0, 1]:  # 0 and 1 may also be ids of tokens: only warn
         warnings.warn(text, stacklevel=3)
 
 

@@ -11,7 +11,7 @@ if the teacher's entropy is high. The soft gate is a convex mix that is often ca
 The soft gate's default h_max is log V. For a real vocabulary this is so large (11.9 at 150k; a teacher's entropy is
 mostly below 1 nat) that w is near 0. A useful h_max is 1 to 2.
 
-Not promised: EOPD's numbers. Its forward KL may use only the teacher's likeliest tokens; ours uses all.
+Not promised: EOPD's numbers. EOPD's forward KL may use only the teacher's likeliest tokens; ours uses all.
 """
 
 import math
@@ -48,7 +48,7 @@ def entropy_aware_opd_loss(
 def eopd_loss(student_logits: Tensor, teacher_logits: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Apply EOPD's hard gate. Logits (..., V), 0/1 mask (...) of positions (already shifted) -> mean over the mask.
 
-    threshold: the teacher's entropy in nats. It depends on the teacher: take a high quantile of its entropies.
+    threshold: the teacher's entropy in nats. Choose a high quantile of your teacher's entropies.
     An empty mask gives 0, on the graph."""
     if not threshold >= 0:
         raise ValueError(f"threshold = {threshold} must be 0 or more (nats).")

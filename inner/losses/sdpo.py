@@ -9,12 +9,12 @@
     α = 0 KL(T ‖ S) · 0 < α < 1 generalized JSD · α = 1 KL(S ‖ T)
 
     Hübotter et al., Reinforcement Learning via Self-Distillation, eq. (1) (α = 1, no top_k), and lasgroup/SDPO's
-    compute_self_distillation_loss. The defaults are that function's.
+    compute_self_distillation_loss. The defaults here are the defaults of that function.
 
 The caller chooses the teacher that makes `teacher_logits`: an average of the weights (the authors' rate: .05 or .01)
 or the first weights. The live model is unstable as its own teacher. This loss replaces the policy gradient.
 
-Not promised: the teacher's prompt, or the choice of responses that have one: label the others -100.
+Not promised: the teacher's prompt, or the choice of responses to distil: label the tokens of other responses -100.
 """
 
 import torch

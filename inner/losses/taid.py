@@ -6,8 +6,8 @@
 t = 0: the student's own entropy, without gradient. t = 1: forward KL plus the teacher's entropy; the gradient is
 forward KL's. L is a cross-entropy, so for equal distributions it is their entropy, not 0.
 
-Not promised: that the scheduler adapts. With the defaults the scheduler's own step (≤ 1.5e-4) is smaller than
-the line's slope .6/N, unless N is above ~4000 steps. Raise `alpha` for short runs.
+Not promised: that the scheduler adapts. With the defaults, the scheduler's own step (≤ 1.5e-4) is smaller than the
+slope .6/N of the line from t_start to t_end, unless N is above ~4000 steps. Raise `alpha` for short runs.
 """
 
 from math import exp, isfinite

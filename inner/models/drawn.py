@@ -4,7 +4,7 @@
                                                                              (a warning); a classifier: refused
     a weight that is NaN or infinite                                         refused
 
-Not promised: that a head which was drawn is worth anything before training.
+Not promised: that a head with random weights is useful before training.
 """
 
 import warnings
@@ -43,7 +43,7 @@ def refuse_drawn(source: str, model: Any, missing: Iterable[str], unexpected: It
 
 
 def refuse_not_finite(source: str, names: Sequence[str]) -> None:
-    """Raise InnerError for a start model with weights that are NaN or infinite.   names: of such weights."""
+    """Raise InnerError for a start model with weights that are NaN or infinite.   names: the names of such weights."""
     raise InnerError(
         f"the model {source} has NaN or infinite weights in {len(names)} of its tensors ({names[0]}), so every "
         "completion would be noise. Take an earlier checkpoint, or the model that it was made from."

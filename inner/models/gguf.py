@@ -1,5 +1,5 @@
-"""Read the header of a start model in a .gguf file, or load the model. Loading dequantises the weights; after that it
-is a model like any other.
+"""Read the header of a start model in a .gguf file, or load the model. Loading dequantises the weights. After that the
+model is like any other model.
 
     "GGUF" │ version │ tensors │ keys │ key value key value … │ name shape type offset, of each tensor │ the data
 
@@ -162,7 +162,7 @@ def load_gguf(model: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedToken
     name = path.name
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
-        with redirect_stderr(StringIO()):  # its progress bar fills the log's last lines, and cannot be turned off
+        with redirect_stderr(StringIO()):  # transformers' progress bar would fill the log's last lines
             read = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=name, dtype=getattr(torch, dtype), local_files_only=True
             )

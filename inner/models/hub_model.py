@@ -90,7 +90,7 @@ def fetch_snapshot(name: str, commit: str) -> Path:
 def _refuse_other_bits(model: HubModel, name: str, found: str) -> None:
     if found != model.files[name]:
         raise HubError(
-            f"{name} of {model.name} at commit {model.commit} has other bits here than when the run was founded: "
+            f"{name} of {model.name} at commit {model.commit} has other bits here than when the run was created: "
             f"SHA-256 {found[:16]}…, the run has {model.files[name][:16]}…. The Hub, or a mirror of it (HF_ENDPOINT = "
             f"{hub_endpoint() or 'not set'}), gave two different files under one commit",
             final=True,
@@ -136,7 +136,7 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 
 
 def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
-    """Make a HubError. It is final if the Hub answered that access is refused, or that the model does not exist."""
+    """Make a HubError, which is final if the Hub answered that access is refused, or that the model does not exist."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     words = (str(error).strip() or type(error).__name__).splitlines()[0]
     at = f" at {revision}" if revision else ""

@@ -5,8 +5,8 @@
     load_adapter(model, folder, settings)    in every session: the same bits, trainable; with freeze_a only B
     adapter_off(model)                       the base model during a `with`: the reference of KL and DPO
 
-The adapter is in the subfolder `adapter` of the start model's folder. It is fp32 for a base model of any dtype,
-also for one in 4 bits (inner/extras/nf4.py).
+The adapter is in the subfolder `adapter` of the start model's folder. The adapter is fp32 for a base model of any
+dtype, also for one in 4 bits (inner/extras/nf4.py).
 
 Not promised: several adapters on one model.
 """

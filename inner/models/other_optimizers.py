@@ -27,7 +27,7 @@ def muon_and_adamw(trained: Named, adam: dict[str, Any]) -> Optimizer:
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon and AdamW as one optimizer for hooks and schedules. It shares its groups and state with both optimizers."""
+    """Muon and AdamW as one optimizer for hooks and schedules. Shares its groups and state with both optimizers."""
 
     def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], adam: dict[str, Any]) -> None:
         super().__init__([*matrices, *others], {"lr": adam["lr"]})

@@ -46,14 +46,14 @@ from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 120.0  # if a teacher's Retry-After is longer, this replay does not ask it again
+LONGEST_WAIT_S = 120.0  # after a longer Retry-After, this replay does not ask the teacher again
 
 Done = Callable[[TraceState, Sequence[TeacherAction]], bool]  # True: no further tier is needed
 
 
 @dataclass(frozen=True)
 class RequestClock:
-    """Clock and sleep, in seconds. Tests pass one that does not wait."""
+    """Clock and sleep, in seconds.  In tests, `sleep` does not wait."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -61,7 +61,7 @@ class RequestClock:
 
 @dataclass(frozen=True)
 class Replay:
-    """The teachers' actions, in the order of states and teachers. It is iterable. `counts` shows what is missing."""
+    """The teachers' actions, in the order of states and teachers. It is iterable. `counts` has the missing ones."""
 
     actions: list[TeacherAction]
     spent_usd: float  # spent with this ledger, by all processes together
@@ -243,14 +243,14 @@ class _RequestDispatcher:
         self.counts: Counter[str] = Counter()
         self.stopped = ""
         self.group: asyncio.TaskGroup
-        self._idle_clients = asyncio.LifoQueue[httpx.AsyncClient]()  # reuses the last client: its connection is open
+        self._idle_clients = asyncio.LifoQueue[httpx.AsyncClient]()  # reuses the last client, whose connection is open
         for client in clients:
             self._idle_clients.put_nowait(client)
         self._in_flight: Counter[str] = Counter()
         self._earned_permits: Counter[str] = Counter()
         self._changed = asyncio.Condition()
         self._not_before: dict[str, float] = {}  # teacher -> earliest next request: a 429 delays all its calls
-        self._closed: dict[str, Reading] = {}  # model -> its request for a wait above LONGEST_WAIT_S
+        self._closed: dict[str, Reading] = {}  # model -> its response that asks to wait above LONGEST_WAIT_S
         self._calls: dict[str, asyncio.Task[dict[str, Any] | None]] = {}
 
     async def ask(self, state: TraceState, teacher: Teacher) -> TeacherAction | None:
@@ -261,7 +261,7 @@ class _RequestDispatcher:
         if answer is not None and digest not in self._calls:
             self.counts["from_ledger"] += 1
         elif answer is None:
-            if digest not in self._calls:  # states with the same messages share a call
+            if digest not in self._calls:  # states with the same messages share one call
                 call = _Call(digest, state["state_id"], teacher, body)
                 self._calls[digest] = self.group.create_task(self._with_retries(call))
             answer = await self._calls[digest]
@@ -335,7 +335,7 @@ class _RequestDispatcher:
         elif model not in self._closed:
             self._closed[model] = Reading("again", f"{reading.why} (asks to wait {after_s:.0f} s)", 0)
             log.warning(
-                "%s asks to wait %.0f s (%s): it is not asked any more now. The same call goes on from there later.",
+                "%s asks to wait %.0f s (%s): it is not asked any more now. The same call continues from there later.",
                 *(model, after_s, reading.why),
             )
 
@@ -369,7 +369,7 @@ class _RequestDispatcher:
             raise
 
     def _has_permit(self, model: str) -> bool:
-        """Whether a waiting request may go on. After a stop it may, too, so that it ends."""
+        """Whether a waiting request may proceed. After a stop it may proceed, too, and then it ends."""
         return self._in_flight[model] <= self._earned_permits[model] or bool(self.stopped) or model in self._closed
 
     async def _release_permit(self, teacher: Teacher, reserve: int, cost: int) -> None:
@@ -442,5 +442,5 @@ def _check_requests(states: Sequence[TraceState], teacher: Teacher) -> None:
 
 
 def _stop_message(why: str, replay: Replay, ledger: str | Path | None) -> str:
-    kept = f"kept in {ledger}; the same call goes on from there" if ledger is not None else "in this error's .replay"
+    kept = f"kept in {ledger}; the same call continues from there" if ledger is not None else "in this error's .replay"
     return f"the replay stopped: {why}.\n  so far {replay.summary()}, {kept}."

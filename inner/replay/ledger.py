@@ -8,7 +8,7 @@
 
 A call is named by the digest of its request. If its answer is on disk, we never request it or pay for it again.
 
-Not promised: a single payment for a request in flight when the process died. It is sent again, and counted twice.
+Not promised: a single payment for a request in flight when the process died: we send and count the request twice.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class Ledger:
         except (OSError, ValueError) as error:  # ValueError: the file is closed
             self._cut_torn_line()
             raise LedgerError(
-                f"{self.path} cannot be written to ({error}). Make room on its disk; the same call goes on from there."
+                f"{self.path} cannot be written to ({error}). Make room on its disk; the same call continues."
             ) from error
         self._whole += len(raw)
 
@@ -137,7 +137,7 @@ class Ledger:
     def _apply_line(self, line: dict[str, Any]) -> None:
         if "sent" in line:
             self._sent = line["sent"]
-            self._booked += self._open_reserves.pop(line["sent"], 0)  # a number twice: two ledgers joined
+            self._booked += self._open_reserves.pop(line["sent"], 0)  # a known number: two ledgers joined
             self._open_reserves[line["sent"]] = line["reserve_nano"]
             return
         self._open_reserves.pop(line["back"], None)

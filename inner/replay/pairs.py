@@ -17,8 +17,8 @@ that did X.
 Late rewards (reward_pairs): if rollouts of one bundle were in the same state, the value of an action is the mean late
 reward of the rollouts that took it; chosen has the highest value, rejected the lowest.
 
-Not promised: that `chosen` is better than `rejected`. It is the action that most teachers chose, or that had higher
-late rewards, perhaps by luck.
+Not promised: that `chosen` is better than `rejected`. `chosen` is the action that most teachers chose, or that had
+higher late rewards, perhaps by luck.
 """
 
 import json
@@ -110,7 +110,7 @@ def _best_and_worst(group: Sequence[TraceState], name: str) -> DPOPair | None:
     try:
         return checked_pair(_make_pair(taken[worst][0], [chosen], "count"))
     except ValueError:
-        return None  # the student wrote what it must not learn
+        return None  # the best action's text is unfit for training
 
 
 def pair_outcomes(

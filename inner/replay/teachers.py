@@ -272,7 +272,7 @@ def _why_unusable(action: str, finish: Any, teacher: Teacher) -> str | None:
 
 def _read_refusal(status: int, why: str, after_s: float | None) -> Reading:
     why = f"{status} {why}".strip()
-    flagged = status == 403 and "flagged" in why  # it refuses this input, not the key
+    flagged = status == 403 and "flagged" in why  # the endpoint refuses this input, not the key
     if status in AGAIN or status >= 500 or (status == 402 and after_s is not None):
         return Reading("again", why, 0 if status in FREE else None, after_s=after_s)
     if status < 300:

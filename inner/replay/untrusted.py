@@ -39,7 +39,7 @@ def load_json(written: bytes | str) -> Any:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects nest deeper than `levels`. It does not recurse, as the value may be hostile."""
+    """Whether lists and objects nest deeper than `levels`. Do not recurse, as the value may be hostile."""
     level = [value]
     for _ in range(levels + 1):
         level = [child for outer in level for child in _child_values(outer)]

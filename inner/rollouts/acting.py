@@ -107,7 +107,7 @@ class Sampler:
 
 
 def _other_states() -> RandomStates:
-    """Return new random states with which the replica goes on; they differ from the actor's own."""
+    """Return new random states for the replica, which continues with them. They differ from the actor's own."""
     theirs, ours = torch.randint(1 << 32, (2,)).tolist()
     set_seed(theirs)
     found = RandomStates.read()

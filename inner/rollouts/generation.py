@@ -225,7 +225,7 @@ class GenerationSampler(Sampler):
     """Yield prompt indices, beginning at the trainer's current micro-batch.
 
     A generation's prompts are yielded once per micro-batch that it serves; TRL uses the first and reads the others from
-    its buffer. It is endless, because an inner loop has no last step."""
+    its buffer. The sampler is endless, because an inner loop has no last step."""
 
     def __init__(self, trainer: Any, n_prompts: int, share: Share) -> None:
         self.trainer = trainer

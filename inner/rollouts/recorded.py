@@ -3,13 +3,13 @@
     place = (t, g, k)      ──▶ found ──▶ TRL's own generation, with the recorded tokens, turns and rewards in it
     t outer step                 │ no
     g generation of the slot     ▼
-    k its k-th bundle         generate ──▶ put ──▶ train (on the bundle that stands, if another was faster)
+    k its k-th bundle         generate ──▶ put ──▶ train (on another process's bundle, if it came first)
 
 A bundle with log-probs was sampled elsewhere, by an actor (acting.py), perhaps with older weights.  Then we use TRL's
 importance correction: each token's loss is multiplied by π_now / π_sampled, at most CLIP.
 
 Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages, lessons and metrics are computed as
-always, and the random states go on as they were after the recorded generation.  So if the weights are equal, the
+always, and the random states continue from those after the recorded generation.  So if the weights are equal, the
 gradients are equal, bit for bit, and later generations are those that the first process would have made.
 
 An evaluation records nothing.  Not promised: images; vLLM's random numbers; state that a user's environment keeps
@@ -239,7 +239,7 @@ def _starts_with(content: Any, before: Any) -> bool:
 
 
 def _renders(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) -> bool:
-    """Whether this trainer gives the prompts the recorded tokens.   True if the template depends on the clock."""
+    """Whether this trainer renders the prompts as the recorded tokens.  Also True if the template reads the clock."""
     if "strftime_now" in str(trainer.chat_template or getattr(trainer.processing_class, "chat_template", "")):
         return True
     known = dict[str, list[int]]()
@@ -249,7 +249,7 @@ def _renders(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle) 
         if key not in known:
             try:
                 known[key] = list(trainer._prompt_ids(prompt, name))
-            except Exception:  # a template may raise anything for what no environment of ours has said
+            except Exception:  # a template may raise any exception for messages from another process
                 return False
         if known[key] != list(ids):
             return False

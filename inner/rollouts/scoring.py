@@ -51,9 +51,9 @@ def score_rows(
 
 @contextmanager
 def committed_weights(model: nn.Module, theta: Theta | None) -> Iterator[None]:
-    """Give the model the committed θ, rounded to its dtype, during a `with`.   theta: None: not in a run, no change.
+    """Give the model the committed θ, rounded to its dtype, during a `with`.   theta: None outside a run: no change.
 
-    It copies trainable weights only if they differ from θ. Right after a sync of one fragment they do not."""
+    Copy trainable weights only if they differ from θ. Right after a sync of one fragment they do not differ."""
     if theta is None:
         yield
         return
@@ -72,7 +72,7 @@ def _cast(value: torch.Tensor, like: nn.Parameter) -> torch.Tensor:
 @contextmanager
 def _eval_settings(trainer: Any, *, greedy: bool) -> Iterator[None]:
     """Set eval mode, one completion per row, and greedy or sampled generation during a `with`."""
-    uses_engine = hasattr(trainer, "vllm_generation")  # vLLM has its own settings instead
+    uses_engine = hasattr(trainer, "vllm_generation")  # vLLM has settings of its own
     names = ("num_generations_eval",) if uses_engine else ("num_generations_eval", "generation_config")
     kept = {name: getattr(trainer, name) for name in names}
     try:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from inner.rollouts.bundle import Bundle
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
-except ImportError:  # another version: use its own parsing
+except ImportError:  # another version of TRL: use its own parsing
     load_response_template = None
 
 CACHED = 4096  # most cache entries, because the number of different tool results is unlimited

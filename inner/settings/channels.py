@@ -39,18 +39,18 @@ WHOLE_SEQUENCE_LOSSES = ("gmpo",)  # loss types whose formula has one advantage 
 
 @dataclass(frozen=True)
 class SdpoSettings(Table):
-    """Self-distillation: the teacher scores the model's own answers, and also reads a hint or a successful answer."""
+    """Self-distillation: a teacher that also reads a hint or a successful answer scores the model's own answers."""
 
     path: ClassVar[str] = "inner.sdpo"
     error: ClassVar[type[Exception]] = ChannelError
 
     weight: float = setting(0.0, "α, the weight of the distillation in the loss; 0 is off.", least=0)
     weight_end: float | None = setting(
-        None, "α after `schedule.weight_steps` committed outer steps; without it α stays.", least=0
+        None, "α after `schedule.weight_steps` committed outer steps; if not set, α is constant.", least=0
     )
     context: str = setting(
         "hint",
-        '"hint": a hint stands in front of each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
+        '"hint": a hint precedes each failed turn; the loss is the sum over the turns\' tokens / rollouts. '
         '"rollout": as in the SDPO paper, the teacher reads a sibling\'s success and the errors, then the response.',
         one_of=CONTEXTS,
     )
@@ -71,7 +71,7 @@ class SdpoSettings(Table):
     jsd_beta: float = setting(0.5, "0 is forward KL, 0.5 JSD, 1 reverse KL.", least=0, most=1)
     temperature: float = setting(1.0, "Divides the logits of student and teacher.", above=0)
     token_clip: float | None = setting(
-        None, "Upper limit of one vocabulary entry's part in the divergence; without it, none.", above=0
+        None, "Upper limit of one vocabulary entry's part in the divergence; if not set, no limit.", above=0
     )
     top_k: int = setting(
         100, '`context = "rollout"` only: the student\'s likeliest tokens, and one bucket for all others.', above=0
@@ -82,7 +82,7 @@ class SdpoSettings(Table):
     taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
     taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
     entropy_opd_h_max: float | None = setting(
-        None, "Entropy in nats at which the soft gate is open; without it log V, so it hardly opens.", above=0
+        None, "Entropy in nats at which the soft gate is open; if not set, log V, so the gate hardly opens.", above=0
     )
     eopd_threshold: float | None = setting(
         None, "Teacher's entropy in nats above which the hard gate adds forward KL.", least=0
@@ -133,7 +133,7 @@ class ReplaySettings(Table):
 
     weight: float = setting(0.0, "β, the weight of the preference loss on `pairs`; 0 is off.", least=0)
     weight_end: float | None = setting(
-        None, "β after `schedule.weight_steps` committed outer steps; without it β stays.", least=0
+        None, "β after `schedule.weight_steps` committed outer steps; if not set, β is constant.", least=0
     )
     pairs: str | None = setting(None, "The .jsonl file of preference pairs (`save_pairs` writes it).")
     variant: str = setting(
@@ -178,7 +178,7 @@ class ProcessSettings(Table):
     weight: float = setting(1.0, "w, the weight of a turn's advantage beside that of its rollout.", above=0)
     credit: str = setting(
         "turn",
-        'The tokens that learn from a turn\'s score: "turn" its own, "rest" also those before it.',
+        'Tokens that learn from a turn\'s score: "turn": the turn\'s own, "rest": also earlier ones.',
         one_of=CREDITS,
     )
     function: str | None = setting(

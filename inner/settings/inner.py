@@ -93,7 +93,7 @@ class InnerConfig(Table):
         '"toolworld" or "tiny" (supervised), built in code; a local folder; a .gguf file; or a name on the Hub.',
     )
     revision: str | None = setting(
-        None, "Branch, tag or commit of a model on the Hub; a run keeps the commit that it names at its start."
+        None, "Branch, tag or commit of a model on the Hub; the run keeps the commit of its start."
     )
     dtype: str = setting("float32", "Dtype of the trained weights.")
     autocast: str = setting(
@@ -214,7 +214,7 @@ class InnerConfig(Table):
 
     @property
     def own_code(self) -> str:
-        """The user's code, as messages name it: the rewards; without any, the environment, else the process reward."""
+        """The user's code for messages: the rewards; without rewards the environment, else the process reward."""
         process = self.process.function if self.process is not None else None
         return ", ".join(self.rewards.lines.values()) or self.sampling.environment or process or ""
 
@@ -349,9 +349,9 @@ class InnerLoop(Protocol):
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:
         """Connect the loop to the run. `step` returns the committed outer step; `theta` yields that step's θ by
-        parameter name; `replicas` returns how many replicas' pseudogradients that step averaged; `at`: for rewards.
+        parameter name; `replicas` returns how many replicas' pseudogradients that step averaged; `at`: progress.
 
-        The loop calls them when it needs them."""
+        The loop calls these functions when it needs their values."""
 
     def start_at(self, inner_step: int) -> None:
         """Set the first inner step in the order of the data. Call it before `train`."""

@@ -1,6 +1,6 @@
 """Describes the objectives: the menu of `diloco objectives` (docs/channels.md), and a warning on knobs without effect.
 
-Not promised: a stable text; programs read the table PO_OBJECTIVES.
+Not promised: a stable text. Programs should read the table PO_OBJECTIVES.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ from inner.settings.tables import Table, setting
 
 SCALE_REWARDS = ("batch", "group", "none")
 NEVER_CLIPS = 0.05  # an epsilon that never clips s, because s is a mean over tokens and changes by thousandths
-RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # knobs that act only on π / π_old
+RATIO_KNOBS = ("epsilon", "epsilon_high", "delta")  # knobs that only affect π / π_old
 
 
 class ObjectiveError(InnerError, ValueError):
@@ -163,7 +163,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         title="Geometric-Mean Policy Optimization",
         paper="arXiv 2507.20673",
         formula="-mean_i exp(mean_t clip(log r, -ε, ε_high, on the side that A pushes to)) A",
-        when="outlier tokens: the geometric mean hardly feels them; ε is in log space",
+        when="outlier tokens: they hardly change the geometric mean; ε is in log space",
         fixed=_fixed_settings("gmpo"),
         values={"epsilon": 0.4, "epsilon_high": 0.4, "beta": 0.0},
         ratio=("epsilon", "epsilon_high"),

@@ -1,4 +1,4 @@
-"""A table of the config is one frozen dataclass. Its fields are the only declaration of its settings.
+"""A table of the config is one frozen dataclass, whose fields are the only declaration of the table's settings.
 
     weight: float = setting(0.0, "Weight of the distillation; 0 is off.", least=0)
       │       │             │     │                                          └ bounds ─▶ checked at construction

@@ -4,7 +4,7 @@
          └ text ──▶ next-token loss                    [inner.toolworld]: a built-in task
     [inner.schedule]    values that change with the committed outer step
     [inner.lora]        the run trains, synchronises and snapshots an adapter. The base model stays unchanged.
-    [inner.vllm]        vLLM generates, in the replica's own process (vllm.py). If the table exists, it is on.
+    [inner.vllm]        vLLM generates, in the replica's own process (vllm.py). If the table exists, vLLM is on.
 
 Not promised: a full description of each setting here; docs/channels.md and `diloco objectives` say more.
 No torch here.
@@ -324,7 +324,7 @@ class LoraSettings(Table):
 
 @dataclass(frozen=True)
 class VllmSettings(Table):
-    """Generate with vLLM. The table is the switch: an empty one takes the defaults (vllm.md)."""
+    """Generate with vLLM, if the config has this table; it may be empty (vllm.md)."""
 
     path: ClassVar[str] = "inner.vllm"
 
@@ -362,7 +362,7 @@ class VllmSettings(Table):
 def setting_of(kind: str, spelling: Any = None) -> str:
     """Return the setting as a user writes it: "reward" -> "inner.rewards.function", "reward.exact" -> its table.
 
-    spelling: the setting's value; it tells whether rows come from a file or a task."""
+    spelling: the setting's value, which names a file or a task."""
     if kind in (EVAL, "prompts") and is_task(spelling):
         return "eval.task" if kind == EVAL else "inner.data.task"
     if kind == EVAL:

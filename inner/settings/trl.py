@@ -117,12 +117,12 @@ _ELSEWHERE = {
 # name in older TRLs, PEFT and other trainers -> the key that sets it in a run
 ALIASES: dict[str, str] = {name: instead for instead, names in _ELSEWHERE.items() for name in names} | OWNED
 HANDED_THROUGH = tuple(name for name in TRL_FIELDS if name not in OWNED)
-BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names for it
+BATCHING = ("use_transformers_continuous_batching", "use_transformers_paged")  # TRL's two names
 _POLICY_LOSS = (
     "beta", "delta", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile", "off_policy_mask_threshold",
     "use_bias_correction_kl", "router_aux_loss_coef", "multi_objective_aggregation",
 )  # fmt: skip
-_OFF = {"top_entropy_quantile": 1.0}  # the value with which it does nothing; for the others 0
+_OFF = {"top_entropy_quantile": 1.0}  # the value with which a setting does nothing; 0 for others
 # setting -> its range in words, and whether a number is in it
 _SHARE = ("must be greater than 0 and at most 1", lambda value: 0 < value <= 1)
 _PART = ("must be at least 0 and at most 1", lambda value: 0 <= value <= 1)
@@ -231,7 +231,7 @@ def _check_generation(config: "InnerConfig") -> None:
 
 
 def _own_generation(config: "InnerConfig") -> dict[str, Any]:
-    """Return what the run passes itself: the same value in generation_kwargs changes nothing."""
+    """Return the values that the run passes itself. The same value in generation_kwargs changes nothing."""
     set_here = {name: config.trl[name] for name in GENERATION_OWNED if name in config.trl}
     of_generate = {"do_sample": True, "num_beams": 1} if config.vllm is None else {"n": 1}
     return {"temperature": config.sampling.temperature, **of_generate, **set_here}

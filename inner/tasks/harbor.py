@@ -1,7 +1,7 @@
 """Read a folder of Harbor tasks as rows. No package is needed.
 
     FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
-                  environment/Dockerfile             FROM, COPY and WORKDIR are read, without variables; with another
+                  environment/Dockerfile FROM, COPY and WORKDIR are read, without variables; with another
                                                      line, the task needs an image that you have built
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
 

@@ -44,7 +44,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
-    """Return a function (replies, entries) -> one score each. It does not catch errors of a reward or a judge."""
+    """Return a function (replies, entries) -> one score each, which does not catch errors of a reward or a judge."""
     config = _open_taskset(spec).config
     task_class = _loaders().taskset_class(spec.name).task_type()
 

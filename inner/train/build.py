@@ -35,7 +35,7 @@ BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"} 
 def build_inner(
     config: InnerConfig, model_dir: Path, files: Files, seeds: Seeds, warmup_steps: int = 0, scratch: Path | None = None
 ) -> InnerLoop:
-    """Build the loop that `config` describes, on the model in `model_dir`. It begins at inner step `seeds.start`.
+    """Build the loop that `config` describes, on the model in `model_dir`. The loop begins at inner step `seeds.start`.
 
     scratch: a folder for files of TRL and others (default: a temporary one)."""
     if config.vllm is not None:
@@ -112,7 +112,7 @@ def load_start(
 
 
 def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
-    """Load the adapter on its base in `dtype`: the base has the values that its 4-bit weights stand for."""
+    """Load the adapter on its base in `dtype`: the base's weights are the values that the 4-bit weights encode."""
     base = _read(model_dir, dtype, lora.base, local_files_only=True)
     return _load_adapter(base.dequantize(dtype=getattr(torch, dtype)), model_dir, lora)
 

@@ -87,7 +87,7 @@ def check_start(
         raise InnerError(
             f"no replica can start: a model in the shape of {config.model} raised {type(error).__name__}: {error}{hint}"
         ) from error
-    except (NotImplementedError, RuntimeError) as error:  # the meta device may cause them; a replica does not use it
+    except (NotImplementedError, RuntimeError) as error:  # perhaps caused by the meta device, which no replica uses
         return f"not checked: whether replicas can start ({type(error).__name__}: {error!s:.200})"
     until = clock() + PROMPTS_S
     notes = [_check_prompts(config, loop, "prompts", config.data.source, files, lambda: clock() < until)]

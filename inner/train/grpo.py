@@ -8,7 +8,7 @@
 There is one trainer per process: a second one would wrap the model's forward once more, and starting `train` costs
 half a second. The loop uses its own raw optimizer, because accelerate's wrapper has no step hooks.
 
-It is silent: no prints, progress bars or reports. It writes only to a temporary folder, which is deleted.
+The loop prints nothing, and shows no progress bars or reports. It writes only to a temporary folder, which is deleted.
 
 Not promised: that a second session gives the same bits; `seeds.noise` seeds sampling.
 """
@@ -47,7 +47,7 @@ from inner.usercode.reward_calls import RewardCalls
 if TYPE_CHECKING:
     from inner.host import Host
 
-# transformers 5.17 (the newest that vLLM 0.31 accepts) has only the older name; later versions warn about it
+# transformers 5.17 (the newest that vLLM 0.31 accepts) has only the older name; later versions warn about this name
 NAMES = POConfig.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in NAMES else "gradient_checkpointing"
 FOREVER = 10**9  # inner steps: `stop` ends training earlier
@@ -291,7 +291,7 @@ class _Watch(TrainerCallback):
         if missing := self.reward_calls.take_missing():
             self.means.count("reward_missing", missing)
         if self.reward_calls.rewardless:
-            return metrics.clear()  # the optimizer skips this step: it does not count
+            return metrics.clear()  # the optimizer skips this step: this inner step does not count
         logged = [name for name in metrics if name.startswith(LOGGED)][:MOST_LOGGED]
         for source, name in (METRIC_NAMES | dict(zip(logged, logged, strict=True))).items():
             for value in metrics.get(source, ()):
@@ -349,7 +349,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
-        seed=seeds.noise % 2**32,  # numpy's limit. It seeds sampling only: `seeds.data` orders the data
+        seed=seeds.noise % 2**32,  # numpy's limit. this seeds only the sampling; `seeds.data` orders the data
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

@@ -40,7 +40,7 @@ class PolicyTrainer(GenerationTrainer):
         self._theta = theta
 
     def report_to(self, host: "Host") -> None:
-        """Take a host for errors of the user's code. Does nothing here: rewards report to the host in RewardCalls."""
+        """Do nothing with the host of user errors: for rewards, RewardCalls reports to it."""
 
     def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()
@@ -57,8 +57,8 @@ class PolicyTrainer(GenerationTrainer):
         return self.current_gradient_accumulation_steps if self._mode() == "train" else 1
 
     def _note_losses(self, grpo: Tensor, total: Tensor, alpha: float = 0.0, beta: float = 0.0) -> None:
-        divisor = self._loss_divisor()  # multiplied back: the mean over micro-batches is the step's loss
-        router = self._take_router_loss()  # TRL's policy loss includes it
+        divisor = self._loss_divisor()  # undone below, because the mean over micro-batches is the step's loss
+        router = self._take_router_loss()  # TRL's policy loss includes the router's
         self._record_metric("loss/grpo", grpo.item() * divisor - (router or 0.0))
         if router is not None:
             self._record_metric("loss/router", router)

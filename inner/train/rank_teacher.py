@@ -3,8 +3,8 @@
     student   [ shard ]  ⇄  [ shard ]   teacher       swap the weights; all ranks gather the model; run the forward;
                                                       free the gathered model; swap back; gather the student again
 
-So a rank has 1/K of the teacher's weights, and never two whole models.  The student's graph keeps its gathered tensors:
-FSDP2 fills the same memory again.  If the student is whole on each rank (DDP), the teacher is whole on each rank, too.
+So a rank has 1/K of the teacher's weights, and never two whole models.  The student's autograd graph stays valid: FSDP2
+gathers into the same memory again.  If the student is whole on each rank (DDP), the teacher is whole on each rank, too.
 
 If the student is in shards, every method is a collective: all ranks must call it, in the same order.
 

@@ -141,7 +141,7 @@ def load_tokens(path: Path, spelling: str, tokenizer: PreTrainedTokenizerBase, v
         tokens = np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise InnerError(
-            f"inner.data.text = {spelling!r} holds {tokens.dtype} of shape {tokens.shape}; token ids must be "
+            f"inner.data.text = {spelling!r} contains {tokens.dtype} of shape {tokens.shape}; token ids must be "
             "integers in one dimension. Save such an array."
         )
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:

@@ -159,8 +159,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
             )
 
     def report_to(self, host: Host) -> None:
-        """Report errors in hints and in the process reward to `host`, and go on training. An error in a hint costs only
-        that hint; an error in the process reward costs the scores of its batch."""
+        """Report errors in hints and in the process reward to `host`; continue training. An error in a hint costs only
+        that hint; after an error in the process reward a batch has no scores."""
         self._forgiving = ForgivingHint(self.hint, host, time.monotonic)
         if self._process is not None:
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
@@ -290,7 +290,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     @contextmanager
     def _caught_states(self, model: nn.Module) -> Iterator[list[Tensor]]:
-        """Catch the backbone's output with its graph. It replaces logits, which TRL's fused LM head never builds."""
+        """Catch the backbone's output with its graph, in place of logits, which TRL's fused LM head never builds."""
         caught: list[Tensor] = []
 
         def catch(module: Any, arguments: Any, output: Any) -> Any:

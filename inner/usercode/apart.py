@@ -1,10 +1,10 @@
-"""Run the user's code apart from training: what it changes in its process does not reach the trainer.
+"""Run the user's code apart from training: its changes to the process's state do not reach the trainer.
 
     trainer's state ──kept──▶ code's state ──▶ a call ──▶ code's state, kept ──▶ trainer's state, bit for bit
 
-    random numbers of torch, CUDA, numpy, random     the rewards have their own, which go on from call to call
-    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` tells of a change, once
-    sys.argv                                         [the file], so that its argparse sees no argument of ours
+    random numbers of torch, CUDA, numpy, random     the rewards have their own, which continue from call to call
+    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` reports a change once
+    sys.argv                                         [the file], so that its argparse sees none of our arguments
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
 An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
@@ -104,7 +104,7 @@ _PROCESS = _Process()
 @contextmanager
 def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
     """Run the block apart from training.   what: the code's name in notes.   draws: it has the rewards' own random
-    state; else it begins with the trainer's, as a file that is loaded does."""
+    state; else it begins with the trainer's, like a newly loaded file's."""
     _PROCESS.enter(file, draws=draws)
     try:
         yield
@@ -144,9 +144,9 @@ def begin_session() -> None:
 
 @contextmanager
 def own_numbers_kept() -> Iterator[None]:
-    """Let the user's code begin with the state around it, as in a new session; afterwards its numbers go on as before.
+    """Let the user's code begin with the state around it, as in a new session. Afterwards restore its random numbers.
 
-    For an evaluation, so that a run with one has the rewards of a run without."""
+    An evaluation uses this, so that a run with evaluations gets the same rewards as a run without."""
     before, _PROCESS.own = _PROCESS.own, None
     try:
         yield
@@ -155,7 +155,7 @@ def own_numbers_kept() -> Iterator[None]:
 
 
 def take_notes() -> list[str]:
-    """Return what the user's code has changed since the last call, as sentences."""
+    """Return sentences about the changes that the user's code made since the last call of this function."""
     notes, _PROCESS.notes = _PROCESS.notes, []
     return notes
 

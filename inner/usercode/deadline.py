@@ -27,7 +27,7 @@ class TimedOut(Exception):
 
 
 class _Interrupted(BaseException):
-    """Raised inside the call. It is not an Exception, because `except Exception` in the user's code would catch it."""
+    """Raised inside the call. Not an Exception, because `except Exception` in the user's code would catch it."""
 
 
 def remind_after(seconds: float) -> float:

@@ -73,7 +73,7 @@ class ForgivingHint:
 class ForgivingProcess:
     """Scores rollouts like `score_steps`; returns [] if the user's code fails.
 
-    Raises InnerError at a session's third failed batch if none has worked: the run would cost money without scores."""
+    Raises InnerError at a session's third failed batch if no batch worked: the run would cost money for no scores."""
 
     def __init__(self, process: ProcessReward, host: Host, clock: Callable[[], float]) -> None:
         self._process = process

@@ -131,7 +131,7 @@ def _batch_words(call: Row) -> str:
 # -------------------------------------------------------------------- the same reward for all answers
 
 
-SILENT = "says of no completion what it is worth (None), so a run with it learns nothing"
+SILENT = "returns None for every completion, so a run with it learns nothing"
 
 
 def sameness(rewards: Rewards, rows: Sequence[Row]) -> str:

@@ -3,8 +3,8 @@
     a failed batch ──▶ failure_text: one line for the log          a session that ends ──▶ explain_end: what to do next
     an error of the user's code ──▶ next_step: a file or a module that the run lacks, a notebook's magic, or the line
 
-Not promised: the line of the user's code, if the error did not come from the user's file; that advice fits an error
-which the code raised in place of another one.
+Not promised: the line of the user's code, if the error did not come from the user's file; that the advice fits if the
+code raised an error in place of another error.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from typing import Any
 
 from inner.usercode.attempts import Scored
 
-FOLDERS: list[str] = []  # folders of the originals and of the user's shell, where a child process has copies
+FOLDERS: list[str] = []  # in a child process with copies: folders of the originals, and the user's shell's
 
 
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
@@ -39,7 +39,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
         f"{shown}\n"
         "  This session ends. In a run without any outer step, its slot is started again at once, and twice at most;\n"
         "  in any other run, after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
-        "  If the reward was away and is back: `diloco resume RUN` goes on from the last commit.\n"
+        "  If the reward was away and is back: `diloco resume RUN` continues from the last commit.\n"
         "  A run keeps its files. To use a corrected file: `diloco train CONFIG --run RUN --again` if RUN has no outer "
         "step;\n  else another --run.\n"
         "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
@@ -75,7 +75,7 @@ def next_step(error: BaseException, path: Path, line: str) -> str:
         return _about_import(error, path, line)
     if isinstance(error, NameError) and error.name == "get_ipython":
         return f"take the notebook's magic lines (get_ipython(), %…, !…) out of {path.name}"
-    return f"correct the line; `python {shlex.quote(path.name)}` shows what the file does by itself"
+    return f"correct the line; `python {shlex.quote(path.name)}` runs the file by itself"
 
 
 def _left_behind(error: FileNotFoundError, path: Path) -> str:

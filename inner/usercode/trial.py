@@ -59,7 +59,7 @@ class Trial:
 
     template: whether the chat template wrote the prompts; else they are plain text.
     cause: if the reward is the same for everything, the likely cause, as text.
-    cut: text about answers that are longer than a completion may be.   answered: about prompts that end with an answer.
+    cut: text about answers that are longer than a completion may be.   answered: text about prompts with an answer.
     """
 
     prompts: int
@@ -117,7 +117,7 @@ def try_reward(
     asked = {"rows": rows, "given": list(given), "steps": steps}
     child = ask_child("inner.usercode.trial", replace(config, model=model), files, asked, time_s=time_s, prints=True)
     if child.late:
-        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; see what it waits for")
+        raise InnerError(f"{code} and the tokenizer took longer than {time_s:.0f} s; find the call that it waits for")
     if (answer := child.answer) is None:
         raise InnerError(f"{code} ended its process with exit code {child.code}; take the exit out")
     if "refused" in answer:

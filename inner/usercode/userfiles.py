@@ -51,7 +51,7 @@ def load_object(kind: str, spelling: str, files: Files) -> Any:
         )
     if is_called and isinstance(found, type):
         raise InnerError(
-            f"{setting_of(kind)} = {spelling!r}: {name} is a class, and what is called for a batch is an object of it. "
+            f"{setting_of(kind)} = {spelling!r}: {name} is a class, and a run calls an object of it. "
             f"Write `score = {name}()` below the class, and name {file}:score."
         )
     return found
@@ -129,7 +129,7 @@ def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None 
             raise InnerError(f"reward {spelling} failed on {len(completions)} completions.\n{shown}") from error
         return checked_rewards(values, len(completions), spelling)
 
-    reward.__name__ = getattr(function, "__name__", "reward")  # TRL uses it in the metrics' names
+    reward.__name__ = getattr(function, "__name__", "reward")  # TRL uses this name for metrics
     return reward
 
 

@@ -10,7 +10,7 @@
     <assistant> 1 <end>                                 reward 1: the final answer is right
 
 The warm start teaches three things: the format, to copy the tool's result, and to follow "hint use t3_6". It does not
-teach which name is right. So plain RL has to find 1 of `names` names per kind, but a hint after the error gives it.
+teach the right names. So plain RL has to find 1 of `names` names per kind, but a hint after the error gives it.
 
 Not promised: any claim about language models. ToolWorld shows in seconds on a CPU that the training signals work.
 """
@@ -63,8 +63,8 @@ def tiny_llama(tokenizer: Any, positions: int, seed: int) -> LlamaForCausalLM:
     """Return the built-in models' architecture with random weights: a Llama of about 0.1 M parameters. One seed always
     gives the same bits. The caller's random state does not change.
 
-    It is not a Qwen2: if a folder's config says "qwen2", AutoTokenizer ignores the folder's tokenizer and silently uses
-    Qwen2's (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)."""
+    The model is not a Qwen2: if a folder's config says "qwen2", AutoTokenizer ignores the folder's tokenizer and
+    silently uses Qwen2's (transformers 5.23, MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS)."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,

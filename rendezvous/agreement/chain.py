@@ -4,10 +4,10 @@
 
 A reader goes from t to t+1 by GET and never by LIST, so it cannot skip a gap.
 
-The store may lose commits while a replica runs: it is emptied, another one is mounted in its place, or a disk is gone.
-So a replica that is about to write commit t reads its *anchors*, the commits t−1 and t−2, again and compares their
-digests with those that it remembers.  The store can also be replaced after the replica has read the anchors and before
-it writes commit t.  Then the next closer finds commit t−1 without t−2; that is why there are two anchors.
+The store may lose commits while a replica runs: it is emptied, another store is mounted in its place, or a disk is
+gone. So a replica that is about to write commit t reads its *anchors*, the commits t−1 and t−2, again and compares
+their digests with those that it remembers.  The store can also be replaced after the replica has read the anchors and
+before it writes commit t.  Then the next closer finds commit t−1 without t−2; that is why there are two anchors.
 """
 
 from rendezvous import layout

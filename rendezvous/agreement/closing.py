@@ -197,7 +197,7 @@ class Committer:
         members = self.members
         m = wanted.min_replicas
         if members.slot not in fresh:
-            return "has no offer of its own that counts"  # without it, its θ may differ from the step's
+            return "has no offer of its own that counts"  # without such an offer, its θ may differ from the step's
         if len(fresh) < m:
             missing = self._describe_missing(fresh, wanted)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
@@ -208,7 +208,7 @@ class Committer:
         return "; ".join(f"{slot} {why}" for slot, why in sorted(reasons.items()))
 
     def _may_close_in(self, fresh: dict[str, Offer], awaited: set[str], wanted: Wanted, wait: StepWait) -> float:
-        """Return the seconds until another look is useful if all replicas go on as now; 0: at once, or unknown."""
+        """Return the seconds until another look is useful if all replicas continue as now; 0: at once, or unknown."""
         mine = fresh.get(self.members.slot)
         status = self.members.status
         missing = wanted.min_replicas - len(fresh)

@@ -4,9 +4,9 @@
     beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
     control   control/000000, 000001, …  read in order; each record overrides parts of the desired state
 
-`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  Its parts are
-independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any other error
-is reported and tried again.  If it fails too often, `tick` raises HeartbeatLost and the replica ends.
+`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  The parts of
+a tick are independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any
+other error is reported and tried again.  If a part fails too often, `tick` raises HeartbeatLost and the replica ends.
 Every tick writes a beat.  The other requests are rare, because a cloud store bills each one:
 
     control       every 2 beats: a stop may wait that long
@@ -510,7 +510,7 @@ class Membership:
         """Note the beat that was read, or None.   when: seconds awake and wall clock before the request."""
         old = self.peers.get(slot)
         if old is not None and when[0] < old.read[0]:
-            return  # another thread has read a newer one
+            return  # another thread has read a newer beat
         self._read_at[slot] = when[0]
         if beat is None and old is not None:
             beat = old.beat  # the beat is gone or overwritten by another object: count it as unchanged

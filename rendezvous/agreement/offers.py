@@ -7,8 +7,8 @@
        └─ eligible: an eligible offer never changes, so it is read once
 
 The chain alone decides which record is eligible, so all replicas find the same one.  The attempt number (.0, .1, …)
-lets a generation offer although its predecessor left a record that does not count; one write-once key per slot would
-not.
+lets a generation offer although its predecessor left a record that does not count; with one write-once key per slot it
+could not.
 
 Not promised: that an unknown offer does not exist.  Only a new GET shows whether it exists.
 """
@@ -51,7 +51,7 @@ class OfferBook:
     _offers: dict[tuple[int, str], Offer] = field(default_factory=dict[tuple[int, str], Offer])  # offers never change
 
     def open_step(self, step: int, base: str) -> None:
-        """Make `step` the open step.   base: digest of the θ from which it starts."""
+        """Make `step` the open step.   base: digest of the θ from which the step starts."""
         self.step = step
         self.base = base
         self._offers = {k: o for k, o in self._offers.items() if k[0] >= step - self.rules.window}
@@ -92,7 +92,7 @@ class OfferBook:
         return self.standing_offers(s, [slot]).get(slot)
 
     def standing_offers(self, s: int, slots: Iterable[str]) -> dict[str, Offer]:
-        """Return slot -> offer for step s, for the slots that have one.  Their first records are read together."""
+        """Return slot -> offer for step s, for the slots that have one.  Read the slots' first records together."""
         slots = list(slots)
         first = [layout.offer_key(s, slot, 0) for slot in slots if (s, slot) not in self._offers]
         bodies = fetch_together(self.together, self.store.get, first)

@@ -33,7 +33,7 @@ UNSUSPICIOUS = 0.01  # times ‖θ‖: the least norm that `norm_factors` takes 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules that all replicas of a run share.  They are stored in run.json.
+    """The rules that all replicas of a run share, stored in run.json.
 
     fragments: F, the number of fragments.   sync_every: H, inner steps in a full pseudogradient.
     max_carry: the number of syncs of its fragment for which a late offer may wait for a commit.
@@ -123,11 +123,11 @@ def round_to_fp32(x: float) -> float:
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
     """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
 
-    The writer's own clock, and the number of its beats, each tell how long it was active between the two beats.  It was
-    silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The smaller one is
-    returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age smaller still, so
-    that the errors of two clocks do not add up.  The age is at most `elapsed`, because `new` was not there at the
-    earlier look.
+    The writer's own clock, and the number of its beats, each tell how long the writer was active between the two beats.
+    The writer was silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The
+    smaller one is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age
+    smaller still, so that the errors of two clocks do not add up.  The age is at most `elapsed`, because `new` was not
+    there at the earlier look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
 
     >>> one, two = (Beat("r00", 1, n, "train", 5, 0, 1.0, at) for n, at in ((7, 100.0), (9, 110.0)))

@@ -4,7 +4,7 @@
                            sharded   up S + S/N      down 2(N−1)/N·S        not for topk: sparse bodies have a dense sum
     sync_s = up/bandwidth_up + down/bandwidth_down + encoding of P elements + decoding of N−1 bodies
 
-It chooses the first codec of NAMES whose sync takes at most a tenth of the time between syncs.  It never chooses
+`choose_codec` takes the first codec of NAMES whose sync takes at most a tenth of the time between syncs. It never takes
 bf16-gate, because the number of bf16 weights that change is unknown before the run.
 
 Not promised: that the measured bandwidth stays the same; that two replicas would choose the same codec.  So one choice

@@ -2,9 +2,9 @@
 
     k-th call of rank i ──▶ offer for step k ──▶ all `world_size` offers there? ──▶ commit ──▶ (x₀ + x₁ + …) / n
 
-It uses the agreement of a run's outer steps (rendezvous.py) with strict rules: every step needs all ranks, all weights
-are equal, and no late value counts.  A rank that dies can be started again.  The values that it has written count, and
-it continues with the first step that it has not written (`step`).
+The all-reduce uses the agreement of a run's outer steps (rendezvous.py) with strict rules: every step needs all ranks,
+all weights are equal, and no late value counts.  A rank that dies can be started again.  The values that it has written
+count, and it continues with the first step that it has not written (`step`).
 
 Sums are in fp32 for every dtype, and values are added in rank order, so all ranks get the same bits.
 Not promised: speed (an object store answers in milliseconds); progress with fewer ranks.

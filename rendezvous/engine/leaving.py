@@ -4,7 +4,7 @@
                             └────────────────────────── grace ────────────────────────┘
 
     asked while it waits or heals                  Leaving, at the next pause
-    asked while work is not durable yet            it may use the whole grace, then Leaving
+    asked while work is not durable yet            the upload may use the whole grace, then Leaving
     a later generation holds the slot              Fenced, at the next pause
 
 The leave record names a file with the codec's residual and the owner's baggage, which only the next generation of the
@@ -83,7 +83,7 @@ class Departure:
 def hand_over(
     store: Store, members: Membership, unsent: Arrays, baggage: Arrays, *, bytes_per_s: float, left_s: float, emit: Emit
 ) -> tuple[str, str]:
-    """Write the file for the next generation of this slot.   Return its key and digest, ("", "") without a file.
+    """Write the file for the next generation of this slot.   Return the file's key and digest, or ("", "").
 
     unsent: the codec's residuals.   baggage: the owner's arrays.   bytes_per_s: rate of the last upload.
     The upload may take half of `left_s`.  `unsent` is added first; each of the two is dropped and reported if the file

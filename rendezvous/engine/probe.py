@@ -15,8 +15,8 @@ If the store answers a measurement with an error, its row of the table shows the
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
-The keys are below probe/{nonce}/ and are deleted afterwards.  No other write-once key is ever deleted; these can be,
-because no other process knows them.
+The keys are below probe/{nonce}/ and are deleted afterwards.  No other write-once key is ever deleted; the probe's can
+be, as no other process knows them.
 Not promised: that a store which passes works under every fault; today's prices.
 """
 
@@ -107,7 +107,7 @@ ESSENTIAL = {
 class Estimate:
     """Costs of one outer sync, for all replicas together.
 
-    dollars: by the list prices of 2026 in us-east-1; None if they are unknown.
+    dollars: the costs by the list prices of 2026 in us-east-1; None if they are unknown.
     """
 
     seconds: float

@@ -11,8 +11,8 @@
     advance    open the next step                       snapshot_duty.py
     finish     write what other replicas need           leaving.py
 
-All durable objects are write-once, so after an error the engine reads again and never fails a step.  It starts no
-thread and has no timer: it waits only through the store and the clock.  `background` runs jobs in parallel, and
+All durable objects are write-once, so after an error the engine reads again and never fails a step.  The engine starts
+no thread and has no timer: it waits only through the store and the clock.  `background` runs jobs in parallel, and
 `together` makes several requests at a time.  Both are arguments: threads in a replica, greenlets in the simulator,
 which can therefore run thousands of schedules of exactly this code.
 
@@ -61,7 +61,7 @@ class Rendezvous:
 
     store, clock: its only connections to the outside.   emit(event, **fields): called for events that people read.
     background: runs jobs during the training.   uploads: runs jobs that may take longer than a round.
-    together: makes several requests at a time (`background.together_on`).   threads: for passes over vectors.
+    together: makes several requests at a time (`background.together_on`).   threads: run passes over vectors.
     keep: bytes of old blobs to keep in the bucket beside those that a reader may need (keeping/budget.py); None: all.
     weights: writes bf16 weights of the steps that this replica closes, for inference engines.   process: host, pid, …
     """
@@ -157,7 +157,7 @@ class Rendezvous:
     # ------------------------------------------------------------------ joining
 
     def claim(self, claimed: int = 0) -> int:
-        """Claim the slot, and return the generation.  It is cheap, so that it can be called before heavy imports."""
+        """Claim the slot, and return the generation. This is cheap, so a replica can do it before heavy imports."""
         self.generation = self.members.claim(self.store, claimed)
         return self.generation
 
@@ -173,7 +173,7 @@ class Rendezvous:
         refuse_lost_claim(self.store, self.members)  # otherwise it would write a new θ_0 to an emptied store
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
-        self.members.refuse_if_fenced()  # claims may be lost; the chain's fence stands
+        self.members.refuse_if_fenced()  # claims may be lost, but the chain has the fence
         self._committer.refuse_lower_quorum()
         if self.store.digests is not None:  # the run is under a key
             from rendezvous.agreement.forgotten import refuse_forgotten_steps
@@ -406,7 +406,7 @@ class Rendezvous:
         mine = self.base
         began = self._times.began
         self._heal(upto=step)
-        self.chain.read(step)  # if it is decided already: the replay ended before it
+        self.chain.read(step)  # the replay ended before this step, which may be decided already
         self._times.began = began
         self.emit("base_differs", step=step, whose=whose, theirs=base, ours=mine, replay=self.base)
         if self.base != mine:
@@ -423,7 +423,7 @@ class Rendezvous:
 
     def finish(self, reason: str) -> None:
         """Make the last writes of this generation.  If the store gives no answer, leave without them."""
-        if not self.generation:  # it was asked to leave before it held the slot
+        if not self.generation:  # this replica was asked to leave before it had the slot
             return
         self.store.before_pause = lambda: None  # nothing to do before a pause: this replica is leaving already
         if not self.is_done:
@@ -454,7 +454,7 @@ class Rendezvous:
         except GaveUp as error:
             self.emit("no_leave_record", trouble=str(error))
         self.members.write_leave_beat()
-        if self.is_done:  # the last request: a run is done only if its records still stand
+        if self.is_done:  # the last request: a run is done only if its records still exist
             self._committer.refuse_lost_anchors()
 
 
@@ -466,6 +466,6 @@ def _report_trouble(text: str, emit: Emit, status: BeatStatus) -> None:
 def _refuse_long_wait(step: int, name: str, why_open: str, *, idle: float, limit: float) -> None:
     if idle > limit:
         raise GaveUp(
-            f"step {step} stood open for {idle:.0f} s: {name} {why_open}. Its offers stay valid: run the same "
+            f"step {step} was open for {idle:.0f} s: {name} {why_open}. Its offers stay valid: run the same "
             "command again to continue, or lower min_replicas with a control record if fewer replicas are enough"
         )

@@ -113,7 +113,7 @@ class ShardedMean:
     def _will_not_announce(self, slot: str, t: int) -> bool:
         """Whether that slot will announce no more parts of step t.
 
-        So it is if the slot is dead, or is at a later step: it has announced its parts, or has replayed step t.
+        True if the slot is dead, or is at a later step: then it has announced its parts, or has replayed step t.
         """
         peer = self.members.peers.get(slot)
         return peer is not None and (peer.is_dead(self.timing.dead_after) or peer.beat.step > t)

@@ -5,7 +5,7 @@
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
-Not promised: that this replica knows the newest snapshot.  Its writer knows it at once, other replicas from a commit.
+Not promised: that this replica knows the newest snapshot.  The writer knows it at once, other replicas by a commit.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,7 @@ In the window, a step from f to s whose mean is announced keeps only its mean: i
 that mean and snapshot s were damaged.  From s on, deltas are kept to repair a damaged mean.
 
 The result is a pure function of records that are never deleted (commits, manifests), so all collectors get the same
-result at any time.  A later result never needs blobs that an earlier one has given up, because ages only grow.
+result at any time.  A later result never needs blobs that an earlier result has given up, because ages only grow.
 
 The size of the window follows the budget: `snapshot_period` chooses the steps to the next snapshot so that the largest
 window fits.  `largest_window` with one step between snapshots is the floor; a run exceeds a smaller budget (decision
@@ -217,10 +217,10 @@ def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> s
     """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, including the first one.
 
     every: steps of a period, from one snapshot to the next.   A cell of level l is 2^l aligned periods.  The level of a
-    snapshot is the largest l for which it is the first snapshot of its cell; this never changes.  It stays until it is
-    2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and then the smallest
-    lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share only falls and the
-    lowest level only rises, so a deleted snapshot is never chosen again.
+    snapshot is the largest l for which it is the first snapshot of its cell; this never changes.  The snapshot stays
+    until it is 2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and then
+    the smallest lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share only
+    falls and the lowest level only rises, so a deleted snapshot is never chosen again.
     """
     ordered = sorted(set(steps))
     levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}

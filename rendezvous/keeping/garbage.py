@@ -13,7 +13,7 @@ lists are the replicas that have not taken step t.  A replica that takes part re
 memory.  Every other replica reads the announced mean; so does one that finds a body deleted.  Before s, a delta is
 needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
 
-The budget (keeping/budget.py) decides which of the blobs that may go are deleted; a budget of 0 keeps none of them.
+The budget (keeping/budget.py) decides which deletable blobs are deleted; a budget of 0 keeps none of them.
 
 Registers (write-once records) are never deleted, because a replica that was suspended could write a deleted one again.
 So the collector considers only names to which a register may point.  A blob without a register (its writer was killed)
@@ -58,7 +58,7 @@ class Collected(Terminal):
         self.newer = newer
 
 
-# ---------------------------------------------------------------------- blobs that may go
+# ---------------------------------------------------------------------- deletable blobs
 
 
 def blobs_before(keys: Iterable[str], kind: str, below: int) -> list[str]:
@@ -127,7 +127,7 @@ def _part_stands(store: Store, t: int, j: int) -> bool:
 
 @dataclass(eq=False, repr=False)
 class Collector:
-    """One replica's collector.  It finds by bisection the step at which it, or another collector, stopped.
+    """One replica's collector.  A bisection finds the step at which this or another collector stopped.
 
     budget: bytes of old blobs that are kept.   elements(fragment): number of elements in the fragment's flat vector.
     store: a store without retries; a failed deletion is tried again at the next call.
@@ -158,7 +158,7 @@ class Collector:
         self._warned = False
 
     def note_commit(self, commit: Commit) -> None:
-        """Note a commit that was read.  It needs no request, and any thread may call it."""
+        """Note a commit that was read, without a request. Any thread may call this."""
         self._news.append((commit.t, self._sizes_of(commit)))
 
     def sweep(self, snapshot: int, at_most: int = 256) -> int:

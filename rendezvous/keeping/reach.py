@@ -8,9 +8,9 @@
 
 These steps are found by GETs, one LIST and a bisection, because collectors delete in ascending order.
 
-Not promised: that an existing blob is intact; a reader compares its digest.  That every later mean exists: if a step's
-closer was killed before it announced the mean, the mean is lost with the step's deltas, and θ can be computed again
-only from the next snapshot on.
+Not promised: that an existing blob is intact; a reader compares its digest.  Not promised either: that every later mean
+exists. If a step's closer was killed before it announced the mean, the mean is lost with the step's deltas, and θ can
+be computed again only from the next snapshot on.
 """
 
 from bisect import bisect_left

@@ -11,6 +11,6 @@ def excess_text(over: int, budget: int, floor: int) -> str:
         "upload takes longer than a round (`diloco doctor URL` measures the link)"
     )
     return (
-        f"fleet.keep is {budget / 1e9:.3g} GB, and what a replica needs to heal takes {over / 1e9:.3g} GB "
+        f"fleet.keep is {budget / 1e9:.3g} GB, and the blobs that a replica needs to heal take {over / 1e9:.3g} GB "
         f"more: the two newest snapshots and all uploads since. They are kept; older blobs are deleted. {advice}"
     )

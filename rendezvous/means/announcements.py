@@ -8,7 +8,7 @@ All replicas that compute a mean get the same bytes, so the JSON record may name
 damaged, any replica that can compute the mean uploads it again.  If another object is under the record's key, the mean
 can never be announced, and every reader computes it.
 
-Not promised: that a mean is announced.  It saves bytes; no agreed value depends on it.
+Not promised: that a mean is announced. Announcements save bytes; no agreed value depends on them.
 """
 
 from dataclasses import dataclass

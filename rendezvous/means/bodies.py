@@ -8,7 +8,7 @@
 
 All reads use the same memory, because new memory pages cost more than the read.
 
-Not promised: that a body can be fetched.  In place of one that cannot, `read_bodies` gives a text with the reason.
+Not promised: that a body can be fetched.  If it cannot, `read_bodies` gives a text with the reason instead.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnBody:
-    """This replica's own body in memory.  It is read from there, and uploaded again if the store loses it."""
+    """This replica's own body in memory: read from there, and uploaded again if the store loses it."""
 
     step: int
     key: str

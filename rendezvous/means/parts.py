@@ -7,7 +7,7 @@
 A part is announced as the codec's encoded bytes. Every replica, also the part's owner, decodes these bytes.  Audits
 read means in the same way; for them a direct commit has one part, the whole mean in fp32.
 
-Not promised: that a part is announced.  Any reader of the listed bodies can compute it, with the same bits.
+Not promised: that a part is announced.  Any reader of the listed bodies can compute the part, with the same bits.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class MeanParts:
             if not self.take(commit, j, part, out):
                 try:
                     self.make(commit, part, out)
-                except Corrupt:  # perhaps it was announced meanwhile, and its bodies were collected
+                except Corrupt:  # perhaps the part was announced meanwhile, and its bodies were collected
                     if not self.take(commit, j, part, out):
                         raise
 

@@ -1,8 +1,8 @@
-"""Bodies that no encoder writes, and sums that are not finite: what a mean does with them.
+"""How a mean treats bodies that no encoder writes, and sums that are not finite.
 
     a body is poisoned ──▶ the mean is made again, of the others (reduce.py)     a sum overflows ──▶ its elements are 0
 
-Not promised: a wrong body with finite values; no reader can tell it from a right one.
+Not promised: a wrong body with finite values; no reader can tell such a body from a right one.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from rendezvous.errors import Corrupt
 
 
 def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
-    """Whether an encoder could have written these bytes.   name: of the codec."""
+    """Whether an encoder could have written these bytes.   name: the codec's name."""
     if name == "fp32":
         return bool(np.isfinite(body.view(np.float32)).all())
     out = np.empty(elements, np.float32)

@@ -65,7 +65,7 @@ def digest_of(pieces: Iterable[Buffer], kind: str = XXH3) -> str:
 def required_digest_kind(store: Store) -> str:
     """Return the kind of digest that blobs in this store need.
 
-    It is sha256 in a run with a key, so that a writer without the key cannot replace blobs.
+    This is sha256 in a run with a key, so that a writer without the key cannot replace blobs.
     """
     return getattr(store, "digests", None) or XXH3
 

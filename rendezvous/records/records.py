@@ -222,7 +222,7 @@ class Commit(Record):
 
     prev: SHA-256 of commit t−1's bytes (None for t = 0).   base: digest of the state before this step.
     fence: slot -> the lowest generation that may still act.   m: min_replicas that the closer used.
-    pace: expected seconds of an outer step, which is a full round of the fastest quarter of the replicas.
+    pace: expected seconds of an outer step: the time of a full round of the fastest quarter of the replicas.
     snapshot: step of the newest snapshot that the closer knew.   by: "{slot}-{generation}" of the closer.
     mode: "direct" or "sharded".   owners: if sharded, owners[j] is the slot that reduces part j.
     """
@@ -431,7 +431,7 @@ class Control(Record):
 
 @dataclass(frozen=True)
 class Beat(Record):
-    """A heartbeat.  It is overwritten and only a hint; it shows a living replica only while `n` changes.
+    """A heartbeat: overwritten, and only a hint. A heartbeat shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
     data: the inner step, in its slot's data, that it trains on; actors read this (diloco/actor/).

@@ -29,7 +29,7 @@ class Rollouts(Record):
     run: the run's nonce.   place: number of the slot's batch of samples, number of the bundle in it.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
     actor: its name; "" if the slot's own session sampled.
-    threads: their number in its process, on which bits of sums depend.   digest: of the payload.
+    threads: the sampling process's number of threads, which affects bits.   digest: the payload's digest.
     """
 
     kind = "rollouts"

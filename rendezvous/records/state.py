@@ -6,7 +6,7 @@
 
 An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
 offered, before it is stepped, and after.  The first two are compared with the stored digest, the third one is stored.
-The bytes of another fragment are compared in the sync that changes that fragment.  All fragments are compared before a
+Each other fragment is compared in the sync that changes it.  All fragments are compared before a
 use of the whole state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3
 times the size of the state, for every F.
 
@@ -27,7 +27,7 @@ UNVERIFIED = "unverified"
 
 
 class ReplicatedState(Protocol):
-    """θ and the outer momentum, per fragment.  Its owner applies means to it."""
+    """θ and the outer momentum, per fragment. The state's owner applies means to it."""
 
     def size(self, fragment: int) -> int:
         """Return the number of elements in a fragment's flat vector; 0 if it may change from step to step."""

@@ -76,13 +76,13 @@ def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = N
         bad = int(np.count_nonzero(~np.isfinite(delta)))
         raise BadDelta(
             f"{bad} of {delta.size} elements of the pseudogradient are not finite, so it was not offered. "
-            "Lower the inner learning rate or clip gradients; the run goes on from the last outer step"
+            "Lower the inner learning rate or clip gradients; the run continues from the last outer step"
         )
     norm = square**0.5
     if norm > ABSURD * scale > 0:
         raise BadDelta(
             f"the pseudogradient is {norm:.1e} long and θ only {scale:.1e}, so it was not offered: the inner steps "
-            "have blown up. Lower the inner learning rate or clip gradients; the run goes on from the last outer step"
+            "have blown up. Lower the inner learning rate or clip gradients; the run continues from the last outer step"
         )
     return norm
 
@@ -194,7 +194,7 @@ class Encoder:
             held |= {int(name[len(kind) :]): np.array(a) for name, a in sorted(unsent.items()) if name.startswith(kind)}
 
     def give_away(self, body: np.ndarray) -> None:
-        """Stop using this body's memory until `give_back`; the next body is written elsewhere."""
+        """Stop using this body's memory until `give_back`; the next body gets other memory."""
         if np.may_share_memory(body, self._body):
             self._body = page_aligned(0)
 
@@ -224,7 +224,7 @@ def _copy_and_square(x: np.ndarray, room: np.ndarray) -> float:
 def shard_grid(elements: int, align: int, least: int) -> list[Range]:
     """Return the shards of a vector: at most 64, of at least `least` elements, cut at multiples of `align`.
 
-    They do not depend on the number of replicas.
+    The shards do not depend on the number of replicas.
     """
     size = max(least, -(-elements // 64))
     size = -(-size // align) * align
@@ -254,7 +254,7 @@ def digested_pieces(written: Written, name: str, ranges: list[Range]) -> list[Pi
 
 
 def byte_range(name: str, start: int, stop: int) -> Range:
-    """Return the byte range of the elements [start, stop) in a body.   name: of the codec."""
+    """Return the byte range of the elements [start, stop) in a body.   name: the codec's name."""
     return (4 * start, 4 * stop) if name == "fp32" else get_codec(name).byte_range(start, stop)
 
 

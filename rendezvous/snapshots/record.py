@@ -6,8 +6,8 @@
 The manifest of step t is written only after commit t has confirmed its digest, so a faulty writer cannot decide the
 state.
 
-Snapshot 0 is θ₀, written by the first replica.  It leaves out arrays of zeros, such as all momentum at that time.  If
-the replicas get the start model from elsewhere, snapshot 0 is only a manifest with the digest.
+Snapshot 0 is θ₀, written by the first replica.  Snapshot 0 leaves out arrays of zeros, such as all momentum at that
+time.  If the replicas get the start model from elsewhere, snapshot 0 is only a manifest with the digest.
 
 The file has the fragments in the order of their turns from step t on: the fragment that is stepped first is read first
 (rendezvous/snapshots/writer.py).

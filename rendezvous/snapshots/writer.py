@@ -103,7 +103,7 @@ class LiveFile(TensorFile):
             piece = bytes(self._rest[name][start : start + PIECE])
             self._at[name] += len(piece)
             if not piece and name in self._copied:
-                self._from[name], self._rest[name] = self._at[name], memoryview(b"")  # its memory is free again
+                self._from[name], self._rest[name] = self._at[name], memoryview(b"")  # the array's memory is free again
             return piece
 
     def _base_of(self, each: dict[str, str]) -> str:
@@ -238,7 +238,7 @@ class SnapshotWriter:
         self.emit("snapshot", step=writing.mine.t)
 
     def _give_up(self, writing: _Writing, error: RendezvousError) -> None:
-        if self._now is writing:  # else it was abandoned
+        if self._now is writing:  # else the snapshot was abandoned
             self._now = None
             self.owes = True
         self.emit("not_written", trouble=str(error))

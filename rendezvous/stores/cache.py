@@ -8,7 +8,7 @@
     look k ──▶ commit-x                   more than MOST_FILES of one kind: one file with all, then the old are deleted
 
     before it is used:   the newest cached commit is read from the bucket.   If its bytes differ or it is missing, the
-                         run is another one (for example restored from a backup), and the cache is not used
+                         bucket has another run (for example from a backup), and the cache is not used
 
 This one read checks all cached commits, as each has the digest of the one before.  A damaged file is deleted, and its
 records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a

@@ -218,7 +218,7 @@ class CloudStore:
         try:
             self._ask_bucket("delete", keys[0], lambda at: at.for_reading.delete(keys), missing=True)
         except StoreError:
-            if self.address.scheme == "az":  # its client has no other request
+            if self.address.scheme == "az":  # Azure's client has no other request
                 raise
             self._delete_singly(keys)
             self._bulk_deletes = False  # only after single requests have worked
@@ -444,7 +444,7 @@ def _read_profile() -> dict[str, str]:
 
 
 def credentials_from_file() -> "S3Credential":
-    """Return the keys in the file, for obstore.  It calls this again after five minutes, and sees a renewed file."""
+    """Return the keys in the file, for obstore, which calls this again after five minutes, and sees a renewed file."""
     profile = _read_profile()
     return {
         "access_key_id": profile.get("aws_access_key_id", ""),
@@ -491,7 +491,7 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
     if code in _NO_BUCKET:
         return f"There is no bucket {address.bucket!r}: create it ({_how_to_create(address)}) or correct the URL"
     if code in _EXPIRED:
-        return f"The token has expired or is not valid: renew it; the run goes on. {_how_to_renew(address.scheme)}"
+        return f"The token has expired or is not valid: renew it; the run continues. {_how_to_renew(address.scheme)}"
     if code == "RequestTimeTooSkewed":
         return "This machine's clock is wrong: set it (`timedatectl set-ntp true`)"
     if status == "301" or code in _WRONG_REGION:

@@ -54,13 +54,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _CHUNK = 8 << 20
 _CACHED = 1 << 18
 _PAGE = 4096
-os.umask(_UMASK := os.umask(0))  # it can only be read by writing it
+os.umask(_UMASK := os.umask(0))  # the umask can only be read by writing it
 _MODE = 0o666 & ~_UMASK  # as any program's files: another user of a shared folder may read them
 
 
 class FileStore:
-    near = True  # this very machine serves it
-    proven = True  # its create-if-absent needs no look before a run is founded
+    near = True  # this machine serves the store
+    proven = True  # create-if-absent works here, without a test before a run is founded
     cheap = True  # a request costs no more than a copy
 
     def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
@@ -115,7 +115,7 @@ class FileStore:
         found: list[str] = []
         with self._as_store_errors("list", prefix):
             with suppress(FileNotFoundError), self._open_folder(f"{folder}/x".lstrip("/")):
-                pass  # raises an error if a part of it is a link
+                pass  # raises an error if a part of the path is a link
             errors = list[OSError]()
             for path, folders, files in os.walk(os.path.join(self._folder, folder), onerror=errors.append):
                 folders[:] = [name for name in folders if name != ".tmp"]
@@ -259,7 +259,7 @@ def _open_regular(name: str, folder: int) -> int:
 
 def _gone(root: Path, how: str) -> str:
     return (
-        f"the folder {root} {how}. Nothing was written. Mount it again, or give it its name back, and the run goes on; "
+        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back, and the run continues; "
         "if it was deleted, the run has ended"
     )
 

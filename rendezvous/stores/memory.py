@@ -14,8 +14,8 @@ _named: dict[str, "MemoryStore"] = {}
 
 
 class MemoryStore:
-    near = True  # this very machine serves it
-    proven = True  # its create-if-absent needs no look before a run is founded
+    near = True  # this machine serves the store
+    proven = True  # create-if-absent works here, without a test before a run is founded
     cheap = True  # a request costs no more than a copy
 
     def __init__(self, url: str = "memory://") -> None:

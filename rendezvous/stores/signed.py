@@ -158,7 +158,7 @@ def sealed_store(store: Store, secret: bytes | None, stands: bytes | None) -> St
     if stands is None:
         raise WrongRun(
             f"{store.url} holds a run without a run key, so its records cannot be verified, and {KEY} is set here. "
-            "Unset it to go on with that run, or use another URL for a run under this key"
+            "Unset it to continue with that run, or use another URL for a run under this key"
         )
     record = verify_record(stands, secret, "", layout.SEAL)
     if record is None:

@@ -1,4 +1,4 @@
-"""Checks of a run's URL: of a bucket's, which the stores that parse URLs call first, and of what looks like a path.
+"""Checks of a run's URL: of a bucket's (the stores call them first), and of one that looks like a path.
 
 Not promised: that the bucket exists.
 """

@@ -8,8 +8,8 @@
         weights.load_into(model)                                              # transformers, peft: any nn.Module
         engine.load_weights(weights.named_tensors(changed_only=True))         # vLLM's model (docs/weights.md)
 
-It only reads.  If the next commit shows that the writer of some weights had another θ, the reader drops these weights
-and all that depend on them.
+The reader writes nothing.  If the next commit shows that the writer of some weights had another θ, the reader drops
+these weights and all that depend on them.
 
 Not promised: the weights of every step.  The reader gets the newest available weights, and skips older ones.
 """
@@ -93,14 +93,14 @@ class WeightsFollower:
         self._emit = emit
         self._bits = np.empty(0, np.uint16)
         self._has: Weights | None = None  # the manifest of the present bits
-        self._confirmed = False  # whether the commit after them names the same θ
+        self._confirmed = False  # whether the commit after these weights names the same θ
         self._given = -1  # step of the last weights that `poll` returned
         self._head = -1  # the newest step that the run is known to have reached
         self._refused: set[str] = set()  # nonces of refused manifests
         self._parameters: dict[str, tuple[int, tuple[int, ...]]] = {}
 
     def poll(self) -> FollowedWeights | None:
-        """Return the newest available weights if they are newer than the last ones; else None."""
+        """Return the newest available weights if they are newer than the last returned; else None."""
         self._look_for_head()
         self._confirm()
         for t in range(self._head, max(self._given, self._head - ANCHOR_EVERY), -1):
@@ -140,7 +140,7 @@ class WeightsFollower:
 
     def _is_right(self, weights: Weights) -> bool:
         """Whether the commit after the weights names the same θ; True while there is none."""
-        commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad one
+        commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad commit
         right = commit is None or commit.base == weights.base
         if not right:
             self._refuse(weights, f"their writer had another θ than commit {weights.t} names")
@@ -149,7 +149,7 @@ class WeightsFollower:
     # ------------------------------------------------------------------ the way to newer weights
 
     def _reach(self, weights: Weights) -> FollowedWeights | None:
-        """Get to these weights by changes to the present ones or from an anchor; None if neither is possible."""
+        """Get these weights by changes to the present weights or from an anchor; None if neither is possible."""
         for start in dict.fromkeys((self._has.digest if self._has else "", "")):
             way = self._way_from(start, weights)
             if way is not None and (touched := self._walk(way)) is not None:

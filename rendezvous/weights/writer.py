@@ -4,10 +4,10 @@
                           │                                                             put_once
     mean of t ─── waits ──┘ θ is about to be stepped
 
-Every replica that may close a step keeps bf16(θ), 2 bytes per value.  It writes an anchor, which has all values, at
-each multiple of ANCHOR_EVERY.  It also writes an anchor if a reader could not continue otherwise: the replica's copy is
-not that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.  So the next step
-repairs the chain.
+Every replica that may close a step keeps bf16(θ), 2 bytes per value.  The closer writes an anchor, which has all
+values, at each multiple of ANCHOR_EVERY. It also writes an anchor if a reader could not continue otherwise: the
+replica's copy is not that of t−1, or θ_{t−1} was not written (its writer was killed, or slow) or has another digest.
+So the next step repairs the chain.
 
 When an anchor is written, the blobs of the chain before the previous anchor are deleted.
 
@@ -77,7 +77,7 @@ class WeightsWriter:
     """One replica's writer.   layout: [name, shape, dtype] of θ in flat order; set before the first step.
 
     reading: runs the jobs that read θ.   uploads: runs the jobs that write blobs.
-    They are separate, so that a slow store does not delay an outer step.
+    The two are separate, so that a slow store does not delay an outer step.
     """
 
     def __init__(self, store: Store, clock: Clock, *, reading: Background, uploads: Background, emit: Emit) -> None:

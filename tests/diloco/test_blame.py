@@ -62,7 +62,7 @@ def test_steps_that_cannot_be_judged_or_are_gone_leave_a_stretch() -> None:
     found = bisect([0, 4, 5, 6, 8, 9, 10], judged_from(8, unclear=(6,)))
     assert (found.before, found.after, found.unclear, found.gone) == (5, 8, (6,), (7,))
     assert found.lines("runs/x")[:3] == [
-        "θ_5 is good, θ_8 is bad: the outer steps 5 to 7 lie between, and one of them caused it",
+        "θ_5 is good, θ_8 is bad: one of the outer steps 5 to 7 between them caused it",
         "θ of 6 could not be judged",
         "θ of 7 is not kept any more (fleet.keep)",
     ]
@@ -185,7 +185,7 @@ def test_the_planted_replica_is_named(tmp_path: Path) -> None:
     assert {one.left_out for one in found.without} == {5}
     assert "r01 did most harm: without it, it would be" in "\n".join(blame_lines(found))
     assert blamed(run, 0, SINCE).harm is None  # no replica did harm before
-    assert "none stands out" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
+    assert "none is to blame" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
     unmeasured = blame_lines(blamed(run, SINCE, SINCE + 2, metric=False))
     assert "r01 pulled against the others" in unmeasured and "without r01" in unmeasured[0]
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before

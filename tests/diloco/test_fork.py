@@ -71,7 +71,7 @@ def test_with_nothing_changed_it_takes_the_steps_that_the_other_took(old: Fleet,
     theirs = bases(read_run(old.url), 2, 4)
     assert bases(fleet.run, 0, 2) == theirs and len(set(theirs)) == 3
     assert main(["verify", fleet.url]) == 0
-    assert f"goes on from {old.url}@2"[:80] in summary(read_report(open_store(fleet.url)))
+    assert f"continues from {old.url}@2"[:80] in summary(read_report(open_store(fleet.url)))
 
 
 def test_without_the_momentum_only_the_weights_come_along(old: Fleet, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_diff_names_the_files_of_two_scripts() -> None:
 
 def test_a_run_has_one_parent(old: Fleet, tmp_path: Path) -> None:
     forked(tmp_path, f"{old.url}@2")
-    with pytest.raises(WrongRun, match=f"goes on from {old.url}@2, not from {old.url}@4"):
+    with pytest.raises(WrongRun, match=f"continues from {old.url}@2, not from {old.url}@4"):
         forked(tmp_path, f"{old.url}@4")
     assert open_run(config_of(tmp_path), str(tmp_path / "run"), SystemClock()).record.parent.step == 2
 

@@ -99,7 +99,7 @@ def test_a_fleet_whose_disk_fills_says_so_and_goes_on_once_it_is_enlarged(
     fleet.wait_for(lambda: fleet.commit(1) is not None)
     small.fill()
     stood = len(fleet.commits())
-    full = "the run's disk is full (0 bytes left of 17 MB), and all replicas wait: free some space, and they go on"
+    full = "the run's disk is full (0 bytes left of 17 MB), and all replicas wait. Free some space, and they continue"
     assert full in status_of(fleet.url)
     fleet.wait_for(lambda: all("store_trouble" in fleet.log(slot).read_text() for slot in fleet.sessions))
     assert all(lives[-1].is_alive() for lives in fleet.sessions.values()), fleet.logs()

@@ -64,7 +64,7 @@ def test_the_sentence_says_what_stays_and_how_far_back_it_reaches(tmp_path: Path
         "snapshots, means since the older one, deltas since the newest, and what dies with its replica"
     )
     small = footprint(config(tmp_path), 1_000_000, 3, 10_000)
-    assert "what a replica may need, up to" in lines(large, 100, 0)[1]
+    assert "that a replica may need, up to" in lines(large, 100, 0)[1]
     assert lines(small, 10_000, 20 * 10**9)[1].endswith("steps or more")
     assert "stay" not in lines(small, 10, None)[1]
 
@@ -85,7 +85,7 @@ def test_below_the_floor_the_sentence_says_what_to_change(tmp_path: Path) -> Non
     found = half_a_billion(tmp_path, "20 GB")
     assert (found.period, found.needed) == (1, ceil(46e9 / 0.95)) and found.needed == found.floor
     text = lines(found, 100, 20 * 10**9)[1]
-    assert "what a replica may need, up to 48.4 GB" in text and 'fleet.keep = "48.5 GB" is the least' in text
+    assert "that a replica may need, up to 48.4 GB" in text and 'fleet.keep = "48.5 GB" is the least' in text
     assert 'outer.codec = "int8" makes that 21.6 GB, which is still more' in text
     assert "makes that 21.6 GB, which fits" in lines(half_a_billion(tmp_path, "25 GB"), 100, 25 * 10**9)[1]
     assert "int8" not in lines(half_a_billion(tmp_path, "20 GB", "int8"), 100, 20 * 10**9)[1].partition(";")[2]

@@ -403,7 +403,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         value = float(bundle().rewards[i].sum())
         assert main(["reward", url, "--rollout", f"r01/42/5/0.0.{i}", "--value", str(-value), "--name", "human"]) == 0
     said = capsys.readouterr().out
-    assert "human gives -1 to r01/42/5/0.0." in said and "Training used 1 for it, which stays so" in said
+    assert "human gives -1 to r01/42/5/0.0." in said and "Training used 1 for it, and keeps that value" in said
     assert main(["reward", url, "--rollout", THIRD, "--value", "9", "--name", "human"]) == 2
     assert "--name human_2" in capsys.readouterr().err
     assert main(["reward", url, "--rollout", THIRD, "--value", "nan", "--name", "human"]) == 2

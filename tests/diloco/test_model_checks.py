@@ -168,10 +168,10 @@ def test_a_run_inside_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "outer").mkdir()
     (tmp_path / "outer" / "run.json").write_text("{}")
     refuse_nested(str(tmp_path / "beside"))
-    with pytest.raises(WrongRun, match=r"lies inside the run at .*outer: .* Use a URL beside"):
+    with pytest.raises(WrongRun, match=r"is inside the run at .*outer: .* Use a URL beside"):
         refuse_nested(str(tmp_path / "outer" / "steps" / "inner"))
     model = nn.Linear(2, 2)
-    with pytest.raises(WrongRun, match="lies inside the run"):
+    with pytest.raises(WrongRun, match="is inside the run"):
         manager = StoreManager(str(tmp_path / "outer" / "mine"), replicas=1, min_replicas=1)
         make_diloco(model, sgd(model), manager, sync_every=2).__enter__()
     assert {p.name for p in tmp_path.iterdir()} == {"outer"}, "looking has made nothing"

@@ -114,7 +114,7 @@ def test_a_token_expires_and_the_keys_are_renewed_beside_the_run(
     s3.expired = False
     (tmp_path / "credentials").write_text("[default]\naws_access_key_id = AKIDNEW\naws_secret_access_key = new\n")
     assert fleet.wait() == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
-    assert "The token has expired or is not valid: renew it; the run goes on" in fleet.logs()
+    assert "The token has expired or is not valid: renew it; the run continues" in fleet.logs()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDNEW")
     audited(fleet, 6)
 

@@ -175,8 +175,11 @@ def test_plan_refuses_the_run_that_train_would_refuse(capsys, config, run):  # n
     ):
         said = [complaint(capsys, verb, config, "--run", run.url, *wrong) for verb in ("plan", "train")]
         assert told in said[0] and said[0].removeprefix("diloco plan") == said[1].removeprefix("diloco train")
-    assert "lies inside the run at" in complaint(capsys, "plan", config, "--run", f"{run.url}/mine")
-    for more, told in (("6", "the run is finished, all 6 outer steps"), ("9", f"it goes on with the run in {run.url}")):
+    assert "is inside the run at" in complaint(capsys, "plan", config, "--run", f"{run.url}/mine")
+    for more, told in (
+        ("6", "the run is finished, all 6 outer steps"),
+        ("9", f"it continues with the run in {run.url}"),
+    ):
         code, out, _ = say(capsys, "plan", config, "--run", run.url, "--steps", more)
         assert code == 0 and told in out
 
@@ -198,4 +201,4 @@ def test_a_dry_run_refuses_the_run_that_launch_would_refuse(capsys, config, monk
     store.create(layout.commit_key(0), b"a step")
     assert "script/train.py file (digest" in say(capsys, *dry)[2]
     script.write_text("# DiLoCoCallback")
-    assert "it goes on with the run in mine" in say(capsys, *dry)[1]
+    assert "it continues with the run in mine" in say(capsys, *dry)[1]

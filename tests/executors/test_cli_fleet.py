@@ -366,7 +366,7 @@ def test_scale_beyond_what_a_record_may_name(capsys, run, words):  # noqa: F811
 def test_scale_below_what_a_step_needs(capsys, run):  # noqa: F811
     write_control(run.store, SystemClock(), steps=12)
     err = complaint(capsys, "scale", run.url, "1")
-    assert "every outer step needs 2 replicas, so with 1 the run would stand still" in err and "--min-replicas 1" in err
+    assert "every outer step needs 2 replicas, so a run with 1 could take no step" in err and "--min-replicas 1" in err
     assert say(capsys, "scale", run.url, "1", "--min-replicas", "1")[0] == 0
     assert read_control(run.store).min_replicas == 1
 

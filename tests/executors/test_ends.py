@@ -145,7 +145,7 @@ def test_the_log_of_a_dead_session_on_this_machine(capsys, run, tmp_path):  # no
 
 def test_a_dead_session_whose_log_is_nowhere_is_told_from_the_bucket(capsys, run):  # noqa: F811
     out = say(capsys, "logs", run.url, "r01-1")[1].splitlines()
-    assert out[0].startswith("(r01-1: killed, exit code -9; this is what the bucket has of it)")
+    assert out[0].startswith("(r01-1: killed, exit code -9; the bucket has these lines)")
     assert [json.loads(line)["event"] for line in out[1:]] == ["joined", "step", "step"]
     assert "no session r01-7 has joined this run; there have been r00-1, r01-1, r01-2" in complaint(
         capsys, "logs", run.url, "r01-7"

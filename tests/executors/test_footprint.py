@@ -120,7 +120,7 @@ def test_the_words() -> None:
     assert "on the device" in memory and "of host memory" in memory
     assert "per outer step (fp32)" in bucket and "after 40 steps" in bucket
     assert "stay (fleet.keep)" in sizes.lines(found, 40, keep=1_000_000)[1]
-    assert "what a replica may need, up to" in sizes.lines(found, 40, keep=0)[1]
+    assert "that a replica may need, up to" in sizes.lines(found, 40, keep=0)[1]
     assert "at an assumed 1 Gbit/s up and down" in sync and "diloco doctor" in sync
 
 

@@ -298,7 +298,7 @@ def test_files_above_the_limit_are_refused(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_an_option_behind_the_script_is_told(folder: Path) -> None:
-    assert any("--replicas stands behind the script" in note for note in read("train.py", "--replicas", "4").notes)
+    assert any("--replicas comes after the script" in note for note in read("train.py", "--replicas", "4").notes)
 
 
 def test_an_installed_module_is_found_and_must_join(folder: Path) -> None:

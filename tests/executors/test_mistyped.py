@@ -29,17 +29,17 @@ def refusal(capsys, *argv: object) -> str:
         (["trian"], "diloco: there is no VERB 'trian'; did you mean train?"),
         (["plan", "c", "--run=r", "--exectr"], "diloco plan: there is no option --exectr; did you mean --executor?"),
         (["stop", "r", "--grcae=3"], "diloco stop: there is no option --grcae; did you mean --grace?"),
-        (["train", "c"], "diloco train: --run must be given; `diloco train --help` says what it is"),
+        (["train", "c"], "diloco train: --run must be given; `diloco train --help` explains it"),
         (["status", "a", "b"], "diloco status: 'b' is one word too many; words with blanks need quotes"),
         (["train", "c", "--run"], "diloco train: --run: expected one argument"),
-        (["--run=runs/x", "train", "c"], "diloco train: --run must be given; `diloco train --help` says what it is"),
-        (["--json", "status", "r"], "diloco status: --json stands before the verb; the verb comes first, then its "
+        (["--run=runs/x", "train", "c"], "diloco train: --run must be given; `diloco train --help` explains it"),
+        (["--json", "status", "r"], "diloco status: --json is before the verb; write the verb first, then its "
             "options"),
         (["train", "c", "--run=x", "--run", "y"], "diloco train: --run: given twice, the second time with 'y'; leave "
             "one out"),
         (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
         (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
-        ([], "diloco: VERB must be given; `diloco --help` says what it is"),
+        ([], "diloco: VERB must be given; `diloco --help` explains it"),
     ],
 )  # fmt: skip
 def test_one_line_with_the_nearest_word(capsys, argv, said):

@@ -63,7 +63,7 @@ def test_a_reward_that_always_raises_ends_the_run_after_three_strikes_with_words
     for words in (
         "the reward score gave no number for any completion of the first batch of this session, 1 tries each",
         "reward.py, line 7: raise ConnectionError", "ConnectionError: 429: the judge wants money",
-        "`diloco resume RUN` goes on", "`diloco train CONFIG --run RUN --again`",
+        "`diloco resume RUN` continues", "`diloco train CONFIG --run RUN --again`",
     ):  # fmt: skip
         assert words in last, last
     assert "Traceback" not in last and "reward_calls.py" not in last and "next: diloco report" not in ended.stderr

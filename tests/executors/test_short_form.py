@@ -263,7 +263,7 @@ def test_all_that_lives_on_a_platform_is_ended_by_one_command(platform: ModalPla
     assert f"ended the app {app_name(run)}" in capsys.readouterr().out
     until(lambda: there.poll([handle])[0].state.ended, "it lives")
     assert cli.main(["stop", "--executor", "modal", "--all"]) == 0
-    assert "nothing of this project lives on modal" in capsys.readouterr().out
+    assert "no process of this project runs on modal" in capsys.readouterr().out
     assert cli.main(["stop", "--executor", "modal"]) == 2 and cli.main(["stop"]) == 2
 
 

@@ -89,7 +89,7 @@ def test_a_model_is_written_over_an_earlier_export_and_nothing_else(tmp_path: Pa
     assert (mine / MARK).is_file()
     (tmp_path / "run" / "control").mkdir(parents=True)
     (tmp_path / "run" / layout.RUN).write_text("{}")
-    with pytest.raises(UsageError, match="lies in the run at"):
+    with pytest.raises(UsageError, match="is inside the run at"):
         refuse_export(tmp_path / "run" / "model")
 
 

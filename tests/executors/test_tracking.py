@@ -58,7 +58,7 @@ def test_a_package_or_login_that_is_missing_is_a_warning_once(tmp_path) -> None:
     for _ in range(5):
         child.tick()
     assert child.pid == 0 and len(child.warned) == 1
-    assert "no login to wandb" in child.warned[0] and "the run goes on" in child.warned[0]
+    assert "no login to wandb" in child.warned[0] and "the run continues" in child.warned[0]
 
 
 def test_a_crash_is_tried_again_after_a_pause(tmp_path) -> None:

@@ -259,7 +259,7 @@ def test_credits_that_run_out_keep_what_was_paid_and_resume(tmp_path: Path) -> N
         return says("x", cost=1e-6) if credits[0] >= 0 else refuses(402, "top up")
 
     with TeacherServer(behave) as server:
-        with pytest.raises(ReplayStopped, match=r"402 top up.*\n.*5 actions.*goes on from there") as stopped:
+        with pytest.raises(ReplayStopped, match=r"402 top up.*\n.*5 actions.*continues from there") as stopped:
             ask(states(12), [teacher(server)], ledger=tmp_path / "l", concurrency=2)
         assert len(stopped.value.replay) == 5
         credits[0], before = 100, len(server.bodies)

@@ -115,7 +115,7 @@ def test_a_reward_that_is_the_same_for_everything_is_said_with_its_likeliest_cau
 def test_a_reward_that_knows_nothing_is_refused_unless_it_knows_a_later_row(tmp_path):
     """Before: a warning, and a session that ended at its third batch."""
     config, files = config_of(tmp_path, ALL + "return [None] * len(completions)", TEXT)
-    assert "says of no completion what it is worth (None)" in rehearse(config, files).refused
+    assert "returns None for every completion" in rehearse(config, files).refused
     rows = [{**TEXT[0], "answer": str(i)} for i in range(9)]
     later = ALL + "return [1.0 if a == '8' else None for a in columns['answer']]"
     found = rehearse(*config_of(tmp_path, later, rows))

@@ -325,7 +325,7 @@ def test_the_budget_is_named_once_when_the_window_alone_exceeds_it() -> None:
     broom = Collector(store, RULES, lambda event, **fields: said.append(str(fields.get("text", ""))), 500)
     swept(store, 500, 30, broom=broom)
     warnings = [text for text in said if "fleet.keep is" in text]
-    assert len(warnings) == 1 and "what a replica needs to heal takes" in warnings[0]
+    assert len(warnings) == 1 and "that a replica needs to heal take" in warnings[0]
     assert steps_with(store, "snapshots/") == [20, 25] and steps_with(store, "mean/")[0] == 20
 
 

@@ -378,7 +378,7 @@ def test_an_all_reduce_under_a_key(clock: ManualClock, monkeypatch: pytest.Monke
 
 
 def test_a_seal_that_is_lost_is_said_and_the_key_is_not_to_be_unset(clock: ManualClock) -> None:
-    """Before: "holds a run without a run key … Unset it to go on", which joins the run without any check."""
+    """Before: "holds a run without a run key … Unset it to continue", which joins the run without any check."""
     store = MemoryStore()
     under_key(store, clock, SECRET).create(layout.RUN, b'{"name":"x"}')
     store.delete([layout.SEAL])

@@ -292,7 +292,7 @@ def test_a_lost_first_write_is_mine(s3: S3Server) -> None:
 REFUSALS = [
     ("403", "", StoreReadOnly, "AccessDenied.*AWS_ACCESS_KEY_ID"),
     ("404", "", StoreRefused, "no bucket 'bucket': create it .`aws s3 mb s3://bucket`"),
-    ("expired", "", StoreRefused, "expired.*renew it; the run goes on.*credentials"),
+    ("expired", "", StoreRefused, "expired.*renew it; the run continues.*credentials"),
     (
         "403",
         "<Error><Code>InvalidAccessKeyId</Code></Error>",
@@ -354,7 +354,7 @@ def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
     threading.Timer(1.5, setattr, (s3, "expired", False)).start()
     assert put_once(store, SystemClock(), "reg", b"mine") == (True, b"mine")
     assert store.get("before") == b"1"
-    assert said and "renew it; the run goes on" in said[0] and "trying again until 60 s" in said[0]
+    assert said and "renew it; the run continues" in said[0] and "trying again until 60 s" in said[0]
 
 
 def test_renewed_keys_are_taken_from_the_file(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@
     first hook of a session ─▶ heal: load the newest published state
 
 The rendezvous cannot step θ here (θ is inside torchft and your optimizer). So a session that heals from an older
-state repeats the rounds since then. Each of them ends with the mean that was committed for it.
+state repeats the rounds since then. Each repeated round ends with the mean that was committed for it.
 
 Not promised: a check that replicas started from equal θ (there is no flat θ to digest); that old objects are deleted:
 `keep` has no effect here, and each step leaves its deltas, its mean and its states in the bucket.
@@ -28,7 +28,7 @@ from rendezvous.records.records import Commit
 from rendezvous.records.state import UNVERIFIED
 from rendezvous.snapshots import record as snapshots
 
-START_PATIENCE_S = 1.0  # step 0 does not wait for slow loops: each joins later
+START_PATIENCE_S = 1.0  # step 0 does not wait for slow loops: a slow loop joins later
 RULES = Rules(
     snapshot_every=1 << 40, max_carry=0, weighting="uniform"
 )  # this class writes the snapshots; it does not know which fragment a blob has
@@ -100,8 +100,8 @@ class BareRounds:
         """Answer should_commit: True if the step is committed; False after an error.
 
         After an error the step stays open here, even if the other replicas commit it.  The next round reads this
-        replica's offer (if it was durable before the error) and the commit. It ends with the mean that all other
-        replicas applied, read from the bucket.  The next round's own work is lost.
+        replica's offer (if it was durable before the error) and the commit. The next round ends with the mean that all
+        other replicas applied, read from the bucket.  The next round's own work is lost.
         """
         self.join()
         if self.error is not None:

@@ -120,7 +120,7 @@ class LighthouseManager:
         except TROUBLE as error:
             raise GaveUp(
                 f"step {self.current_step()}: torchft's control plane did not answer: {error}. Is the lighthouse up, "
-                "and do min_replicas replicas run? Run the same command again to go on"
+                "and do min_replicas replicas run? Run the same command again to continue"
             ) from error
 
 
@@ -134,7 +134,7 @@ class LighthouseRounds:
         self._manager = manager
         self.session = session
         self.stats: Callable[[], dict[str, float]] = dict  # the inner loop's numbers of a round
-        self.left = self.behind = False  # behind: the last sync failed, so the next one is due
+        self.left = self.behind = False  # behind: the last sync failed, so the next sync is due
         self.clock: Clock = session.clock if session else SystemClock()
         self.watchdog = session.watchdog if session else Watchdog(self.clock)
         self.spent: dict[str, float] = {}
@@ -229,7 +229,7 @@ class LighthouseRounds:
     def progress(self, inner: int, rate: float) -> float:
         """Put the progress into the next heartbeat; raise Fenced or Leaving if this replica must leave.
 
-        It leaves in the middle of a round, because no other replica can use its unfinished work."""
+        The replica leaves in the middle of a round, because no other replica can use its unfinished work."""
         if self.session is None:
             return rate
         status = self.session.rv.members.status

@@ -15,7 +15,7 @@ You can use it in two ways:
                           blob for all allreduces of a round, and healing through the registered functions
 
 Under `make_diloco`, `should_commit` is never False, because a durable step cannot fail.  A bare manager returns False
-after a reported error, and returns the same step's mean again in the next round.  It raises a
+after a reported error, and returns the same step's mean again in the next round. Both raise a
 RendezvousError (Fenced, Diverged, BadDelta, …), which ends the replica.  Not promised: several ranks per replica.
 """
 
@@ -165,14 +165,14 @@ class StoreManager:
         """Note an error outside of the rendezvous, before or after a tensor was averaged.
 
         A bare manager's next `should_commit` returns False, because the caller's tensors may be wrong. The next round
-        reads the same step's mean again.  Under `make_diloco` the mean goes from the bucket straight into θ, not
-        through the caller's tensors, so the round goes on.
+        reads the same step's mean again.  Under `make_diloco`, the mean is read from the bucket straight into θ, not
+        through the caller's tensors, so the round continues.
         """
         self.session.emit("warning", text=f"the training loop reported an error: {error}")
         if self._is_bare:
             self._bare.error = error
         else:
-            logger.warning("the training loop reported an error, and the round goes on: %s", error)
+            logger.warning("the training loop reported an error, and the round continues: %s", error)
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop the heartbeats.  The slot stays claimed; a successor takes the next generation."""

@@ -1,4 +1,4 @@
-"""The names of torchft's Manager that do nothing in a manager that follows another one's decisions.
+"""The methods of torchft's Manager that do nothing in a manager that follows another manager's decisions.
 
     Led (outer/ranks)        a rank that rank 0 leads          audit/inner.py     inner steps that are taken again
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StandIn:
-    """torchft's names without an act: the quorum is there, every step may be taken, and no state is sent to peers."""
+    """Methods that torchft calls, without an effect: every step may be taken, and no state is sent to peers."""
 
     _use_async_quorum = False  # torchft reads this private name; it must be falsy
     done_with_delta = True

@@ -2,7 +2,7 @@
 
     rank 0   flat [ w₀ │ w₁ │ w₂ ]           ── spread, one parameter after the other ──▶ each rank keeps its shard
              flat ◀── one whole parameter ── all-gather, where a parameter is in shards
-    rank 1 … flat [ ]                        they own no range of the vector, so each loop over it is empty
+    rank 1 … flat [ ]                        these ranks have no part of the vector, so each loop over it is empty
 
 The vector is in the model's order, and does not depend on K: its bits, its digest and its Δ are those of one process.
 A broadcast keeps all bits.  (An all-reduce of floats would not: −0.0 + 0.0 = 0.0.)
@@ -67,7 +67,7 @@ class SharedFragment(FlatFragment):
         self._written = self._sums() if self._written is None else self._written
 
     def moves(self) -> list[float]:
-        """Return by how much the sum of each parameter that is not in shards has changed since the first θ."""
+        """Return, for each parameter that is not in shards, the change of its sum since the first θ."""
         return [now - before for now, before in zip(self._sums(), self._written or [], strict=False)]
 
     def _sums(self) -> list[float]:

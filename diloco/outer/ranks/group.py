@@ -51,7 +51,7 @@ class Group:
         return tuple(told.tolist())
 
     def spread(self, values: Tensor) -> None:
-        """Write rank 0's values into those of the others, bit for bit.   values: on the CPU."""
+        """Write rank 0's values into those of the others, bit for bit.   values: tensors on the CPU."""
         with self._with_peers():
             dist.broadcast(values, 0, group=self._group)
 

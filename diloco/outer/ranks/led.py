@@ -7,7 +7,7 @@
     once per sync         allreduce, wait, finish_round, catch_up ─▶ a Word each
 
 So the ranks take each branch of the outer loop together, and no hook asks which rank it is.  If rank 0 raises, the
-others raise at the same call. Leaving stays Leaving, and ends every rank's loop; any other error becomes Followed.
+others raise at the same call. They raise Leaving for Leaving, which ends their loops, and Followed for any other error.
 
 The numbers of all ranks are in rank 0's log: their means, and the sum of "samples".
 
@@ -110,7 +110,7 @@ class Led(StandIn):
             try:
                 value = act() or 0
             except BaseException as raised:
-                if raised is self._told:  # a call inside this one has told it to the other ranks
+                if raised is self._told:  # an inner call has sent this error to the other ranks
                     raise
                 self._told = error = raised
                 outcome = LEAVES if isinstance(raised, Leaving) else FAILED
@@ -217,7 +217,7 @@ class Led(StandIn):
         self._lead(lambda: self._rounds.close(self._rounds.why if reason != "done" else reason))
 
     def _end_inner_steps(self) -> None:
-        """Take the round's numbers of all ranks to rank 0. Refuse ranks that did not train together."""
+        """Send the round's numbers of all ranks to rank 0. Refuse ranks that did not train together."""
         self._merged = merged_numbers(self.group.gather(self.stats()))
         if self._fragments:
             moves = self.group.gather([move for fragment in self._fragments for move in fragment.moves()])
@@ -247,7 +247,7 @@ def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def refuse_apart(moves: Sequence[Sequence[float]]) -> None:
-    """Raise OuterConfigError for ranks whose weights have moved apart.   moves: of each rank's parameters."""
+    """Raise OuterConfigError for ranks whose weights have moved apart.   moves: the moves of each rank's parameters."""
     ours, *others = map(np.array, moves)
     for rank, theirs in enumerate(others, 1):
         if np.linalg.norm(theirs - ours) > APART * max(np.linalg.norm(ours), np.linalg.norm(theirs)):

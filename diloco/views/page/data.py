@@ -254,7 +254,7 @@ def _shortened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """Chunks as bytes.   bodies: by the chunk's number.   versions: of every chunk, None for an unread one.
+    """Chunks as bytes.   bodies: chunk's number -> body.   versions: of every chunk, None for an unread one.
 
     counted: slot -> how often its work was fresh, gated, late, lost."""
 

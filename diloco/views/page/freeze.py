@@ -11,8 +11,8 @@
 A content security policy names the digests of the page's own scripts and styles. So no other script runs, for example
 from a rollout's text.  Data are in a <script type="application/json">, in which json_bytes leaves no "<".
 
-`Publisher` is the only writer in diloco/views, and it writes only these keys.  They are a view: `put` overwrites them,
-no replica and no command reads them, and their loss does no harm to the run (decision 048).
+`Publisher` is the only writer in diloco/views, and it writes only these keys.  These keys are a view: `put` overwrites
+them, no replica and no command reads them, and their loss does no harm to the run (decision 048).
 
 Not promised: a page for browsers before 2022; that a published page is true.  Any writer to the bucket can write
 another page; a seal does not cover it.
@@ -54,7 +54,7 @@ def frozen_page(data: Mapping[str, Any]) -> bytes:
 
 
 def live_page(name: str) -> bytes:
-    """Return the page that fetches its data.   name: of the run, for the title."""
+    """Return the page that fetches its data.   name: the run's name, for the title."""
     return _page(name, b"", connect="'self'")
 
 

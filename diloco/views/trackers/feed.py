@@ -3,7 +3,7 @@
     bucket ──Reader──▶ report ──▶ which rows are complete? ──▶ for each tracker: the rows after its newest one
                                                                  └─ on an error: closed, opened again after a pause
 
-It reads the bucket and never writes to it.  If one tracker fails, the others still get their rows.
+The feed reads the bucket and never writes to it.  If one tracker fails, the others still get their rows.
 
 Not promised: that a writer on another machine is refused, as the lock is only for this machine.
 """
@@ -38,7 +38,7 @@ class TrackerState:
 
 @dataclass
 class Feed:
-    """The loop's state.   reader, samples: of the run.   say: prints a message for the user."""
+    """The loop's state.   reader, samples: the run's readers.   say: prints a message for the user."""
 
     run: TrackedRun
     reader: Reader
@@ -79,7 +79,7 @@ class Feed:
         return report
 
     def _time_of_run(self, report: Report) -> float:
-        """Return the time by the clocks of the run's machines: its newest sign of life, and our seconds since then.
+        """Return the time by the clocks of the run's machines: the newest record's time + the seconds since we read it.
 
         This machine's own wall clock may be an hour off.
         """
@@ -141,7 +141,7 @@ class Feed:
 
 
 def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
-    """Take one lock per tracker until this process ends.   Raises TrackerBusy if another process here has one."""
+    """Take one lock per tracker until this process ends.   Raises TrackerBusy if another process here has a lock."""
     folder = cache_root().parent / "trackers"
     folder.mkdir(parents=True, exist_ok=True)
     held = list[IO[str]]()
@@ -151,7 +151,7 @@ def hold_alone(run: TrackedRun, names: Sequence[str]) -> list[IO[str]]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TrackerBusy(
-                f"another process of this machine writes this run to {name} already. End it first, or let it go on"
+                f"another process of this machine writes this run to {name} already. End it first, or let it continue"
             ) from None
         held.append(lock)
     return held

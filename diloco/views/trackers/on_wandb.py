@@ -60,7 +60,7 @@ class WandbTracker:
             self._run = None
 
     def _begin(self) -> Any:
-        """Return wandb's run. Offline it begins with the first row, because each begin makes a folder."""
+        """Return wandb's run, and begin it if needed (offline not before the first row: each begin makes a folder)."""
         import wandb  # pyright: ignore[reportMissingImports]
 
         if self._run is not None:

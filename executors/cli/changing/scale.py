@@ -64,7 +64,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     if layout.is_slot(slot) and len(left) < after.min_replicas:
         lines.append(
             f"warning: every outer step needs min_replicas = {after.min_replicas} replicas, and {len(left)} will be "
-            f"left: the run then stands still until there are more (diloco scale {shlex.quote(run.url)} N)"
+            f"left: no outer step is then taken until there are more (diloco scale {shlex.quote(run.url)} N)"
         )
     return [*lines, *_unheard_slots(run, before)]
 
@@ -80,7 +80,7 @@ def _check_size(replicas: int, quorum: int, actors: int) -> None:
         raise UsageError(f"{many} slots are more than a run can have. Ask for at most {layout.MOST_SLOTS}")
     if replicas < quorum:
         raise UsageError(
-            f"every outer step needs {quorum} replicas, so with {replicas} the run would stand still. "
+            f"every outer step needs {quorum} replicas, so a run with {replicas} could take no step. "
             f"Scale to {quorum} at least, or add --min-replicas {replicas}"
         )
 

@@ -32,11 +32,11 @@ def add_verbs(verbs: Any) -> None:
     value(scale, "replicas", "N", "replicas to keep", type="positive")
     value(scale, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     value(scale, "--actors", "A", "actors to keep, at the places that the run has for them", type="natural")
-    flag(scale, "--yes", "-y", help="do not ask whether the price is right")
+    flag(scale, "--yes", "-y", help="accept the price without a question")
     text = "let one replica end its inner step, offer its work and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
     offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
-    stop = add_run_verb(verbs, "stop", "end every replica of a run, and prove it", _stop)
+    stop = add_run_verb(verbs, "stop", "end every replica of a run, and check that it ended", _stop)
     stop._actions[-1].nargs = "?"
     offer(value(stop, "--executor", "NAME", "with --all, instead of RUN: all processes there"), *EXECUTORS)
     flag(stop, "--all", help="end processes of all runs, and processes of no known run; asks first")
@@ -68,7 +68,7 @@ def _stop(args: Namespace) -> Answer:
     if args.all or args.executor or not args.run:
         return _stop_all(args)
     if args.option:
-        raise run_url.UsageError("--option belongs to --all: a run knows its own places. Leave it out")
+        raise run_url.UsageError("--option belongs to --all: a run's records name its platforms. Leave it out")
     from executors.cli.changing import scale
     from executors.supervision.shutdown import purge_run, stop_run
 
@@ -115,6 +115,6 @@ def _stop_all(args: Namespace) -> Answer:
         executor.close()
     words = [*(f"ended {what}" for what in ended), *(f"still there: {what}" for what in left)]
     scope = ", ".join(f"{k} {v}" for k, v in options.items()) or SCOPES.get(args.executor, "")
-    nothing = f"nothing of this project lives on {args.executor}{f' ({scope})' if scope else ''}"
+    nothing = f"no process of this project runs on {args.executor}{f' ({scope})' if scope else ''}"
     data = {"executor": args.executor, "ended": ended, "live": left}
     return Answer(data, words or [nothing], 1 if left else 0)

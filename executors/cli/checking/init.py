@@ -28,7 +28,7 @@ LARGEST = 30  # the largest summand
 RUN = """\
 # {name}: made by `diloco init`. docs/configuration.md has every setting; `--set inner.lr=2e-6` changes one.
 #   diloco plan run.toml --run runs/first        what it would do and cost; starts nothing
-#   diloco train run.toml --run runs/first       starts the run, or goes on where it was
+#   diloco train run.toml --run runs/first       starts the run, or continues where it was
 #   diloco status runs/first                     from another terminal; also logs, report
 name = "{name}"
 

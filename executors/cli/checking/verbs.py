@@ -29,28 +29,28 @@ WIDTH = 72  # most characters that `diloco check` shows of a prompt or completio
 
 
 def add_verbs(verbs: Any) -> None:
-    start = add_verb(verbs, "init", "a small project that runs as it stands: config, prompts, reward, its test", _init)
+    start = add_verb(verbs, "init", "make a small project that runs as it is: config, prompts, reward, test", _init)
     value(start, "folder", "FOLDER", "the project's new folder")
     value(start, "--model", "MODEL", f"a model on the Hub, a folder or .gguf ({MODEL})", default=MODEL)
     start.add_argument("--task", default="sums", choices=tuple(TASKS), help="sums (default), or yours: a template")
-    check = add_verb(verbs, "check", "ask the reward about the first prompts; nothing is started", _check)
+    check = add_verb(verbs, "check", "call the reward on the first prompts; starts nothing", _check)
     add_config(check)
     value(check, "--rows", "N", "prompts (default 3)", type="positive", default=3)
-    again(check, "--completion", default=[], metavar="TEXT", help="score this one too; again for more")
-    doctor = add_verb(verbs, "doctor", "can this store carry a run, and what does one sync take and cost", _doctor)
+    again(check, "--completion", default=[], metavar="TEXT", help="an answer to score, too; may be repeated")
+    doctor = add_verb(verbs, "doctor", "check that a store can carry a run; estimate time and cost of a sync", _doctor)
     value(doctor, "store", "URL", "URL of a store, or of a run to be created in it")
     size = doctor.add_mutually_exclusive_group()
     value(size, "--parameters", "N", "parameters of the model, e.g. 600M or 1.7B", type="count")
     value(size, "--config", "CONFIG", "a run.toml: its model, codec and replicas")
     value(doctor, "--replicas", "N", "number of replicas (default: as in CONFIG, else 4)", type="positive")
-    text = "from an account to the command that starts a run: login, store, secret; asks, then makes what is missing"
+    text = "check login, store and secret, make missing ones if you agree, and print the command that starts a run"
     setup = add_verb(verbs, "setup", text, _setup)
     value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))
     value(setup, "--run", "URL", "default: modal://diloco/first, or a bucket of your namespace", dest="url")
     value(setup, "--secret", "NAME", "Modal's secret with the store's keys", default="diloco-storage")
-    flag(setup, "--yes", "-y", help="make what is missing without asking")
-    text = "inner.grpo.objective's menu: formulas, knobs, when to use which"
-    told = "a run.toml: also which knobs would do nothing there"
+    flag(setup, "--yes", "-y", help="make missing things without asking")
+    text = "show the menu for inner.grpo.objective: formulas, knobs, uses"
+    told = "a run.toml: also list the knobs without effect in it"
     add_verb(verbs, "objectives", text, _objectives).add_argument("config", nargs="?", metavar="CONFIG", help=told)
     text = 'tab completion for your shell: eval "$(diloco completion bash)"'
     shell = add_verb(verbs, "completion", text, partial(_completion, verbs))

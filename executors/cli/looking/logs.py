@@ -131,7 +131,7 @@ def _has_a_log(executor: FleetExecutor, handle: Handle) -> bool:
 
 def _session_in_words(session: SessionSummary, report: Report, store: Store) -> Iterator[str]:
     why = f", {session.why}" if session.why else ""
-    yield f"({session.name}: {session.how}{why}; this is what the bucket has of it)"
+    yield f"({session.name}: {session.how}{why}; the bucket has these lines)"
     listed = store.list(layout.logs_prefix(session.slot, session.generation))
     keys = [key for key in listed if not layout.is_rollouts(key)]
     ahead = Ahead(store)
@@ -146,7 +146,7 @@ def _session_in_words(session: SessionSummary, report: Report, store: Store) -> 
 def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
     there = sorted({*slots_of(wanted.replicas), *wanted.member_names, *found})
     if slot in there:
-        return f"{slot} has not been launched yet; `diloco status` says what the run waits for"
+        return f"{slot} has not been launched yet; `diloco status` shows the reason for the wait"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine; look where it was started"
     return f"there is no slot {slot!r} in this run; there are {', '.join(there)} (and sessions, as r00-1)"

@@ -3,7 +3,7 @@
     report, store ─▶ costs (executors) ┐
                    ─▶ rollouts         ┴─▶ page_data ─▶ report.html        --png: report.png, by matplotlib
 
-Not promised: an up-to-date page of a running run; `diloco watch RUN --web` has one.
+Not promised: an up-to-date page of a running run; `diloco watch RUN --web` has it.
 """
 
 from dataclasses import asdict

@@ -70,7 +70,7 @@ class ShortRun:
 
     def hours(self, status: Status) -> float | None:
         """Return the hours of the process so far; None if its beginning or its end is unknown."""
-        if status.state is State.PENDING:  # its wait for a machine is not billed
+        if status.state is State.PENDING:  # the wait for a machine is not billed
             return 0.0
         began = status.began_at or status.handle.launched_at
         ended = status.ended_at if status.state.ended else self.clock.wall()

@@ -1,4 +1,4 @@
-"""The verbs that show a run.  They only read its bucket, except for `--publish`, and for drain and scale in `watch`.
+"""The verbs that show a run. All only read its bucket, except for `--publish`, and for drain and scale in `watch`.
 
     status costs report diff   short; they write nothing before all is read, so they are repeated if the bucket is busy
     watch logs                 follow a run
@@ -31,24 +31,24 @@ HOME = "127.0.0.1"  # where --web serves the page
 
 
 def add_verbs(verbs: Any) -> None:
-    add_run_verb(verbs, "status", "what a run is doing", patient(_status))
+    add_run_verb(verbs, "status", "show the state of a run", patient(_status))
     text = "follow a run live: curves, sessions, events; keys open logs and rollouts"
     watch = add_run_verb(verbs, "watch", text, _watch)
     flag(watch, "--web", help="show a page in your browser")
     value(watch, "--port", "P", "the page's port (default: 8642 if free; 0: any free port)", type="port")
     value(watch, "--bind", "HOST", f"the page's address (default: {HOME}; any other: a token in the URL)", default=HOME)
     flag(watch, "--publish", help="keep writing the current page into the bucket")
-    logs = add_run_verb(verbs, "logs", "what a replica prints", opened(_logs))
+    logs = add_run_verb(verbs, "logs", "show the output of a replica", opened(_logs))
     told = "r00 (its newest launch), r00-1 (one session), or supervisor; left out: list the slots"
     offer(value(logs, "slot", "SLOT", told, nargs="?", default=""), SLOTS)
     flag(logs, "--follow", "-f", help="keep printing new lines until it ends")
     value(logs, "--tail", "N", "print only the last N lines", type="natural")
-    add_run_verb(verbs, "costs", "what a run has cost so far, by replica and place", patient(_costs))
+    add_run_verb(verbs, "costs", "show the costs of a run so far, by replica and place", patient(_costs))
     report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
     value(report, "--to", "DIR", "folder to write to (default: the run's folder; for a bucket, the working directory)")
     flag(report, "--publish", help="also write the page into the bucket, below page/")
     flag(report, "--png", help="also write report.png, a picture of the page")
-    text = "say which settings differ between two runs; their curves side by side"
+    text = "compare two runs: the settings that differ, and the curves side by side"
     diff = add_verb(verbs, "diff", text, patient(_diff))
     value(diff, "old", "OLD", "a run")
     value(diff, "new", "NEW", "the other run")
@@ -121,7 +121,7 @@ def _costs(args: Namespace) -> Answer:
     report = reader.refresh()
     if report.taken > max((beat.step for beat in report.beats.values()), default=report.taken):
         newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1)))
-        if newest is None or newest.t != report.taken - 1:  # it is no commit: count the steps by reading all commits
+        if newest is None or newest.t != report.taken - 1:  # that key has no commit: read and count all commits
             report = _opened(args.run, STATUS)[1].refresh()
     if provider_in(report.config) is not None:
         report = _opened(args.run, EVERYTHING)[1].refresh()  # the replicas' logs count the boxes that they used

@@ -29,7 +29,7 @@ from rendezvous.stores.run_key import open_signed
 
 
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
-    """Return the URL at which to found the run.   url: from `current_url`.
+    """Return the URL at which to found the run.   url: the result of `current_url`.
 
     Raise UsageError if the run cannot be founded again; by then at most `stop_run` has written records."""
     store = open_signed(url)
@@ -67,7 +67,7 @@ def differing_settings(config: RunConfig, store: Store) -> list[str]:
 
 
 def both_records(config: RunConfig, store: Store) -> tuple[RunRecord, RunRecord]:
-    """Return the record of the run in the store, and the one that this config would write."""
+    """Return the record of the run in the store, and the record that this config would write."""
     stands = RunRecord.decode(store.get(layout.RUN) or b"")
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
     mine = RunRecord(config.to_dict(), config.mathematics(), file_records(config, files), new_nonce(), 0.0)

@@ -135,7 +135,7 @@ def _start_process(run: Run) -> Detached:
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
         )
 
-    child.returncode = 0  # it may outlive us; Popen must not warn about that
+    child.returncode = 0  # the supervisor may outlive us; Popen must not warn about that
 
     def ended() -> Outcome | None:
         pid, status = os.waitpid(child.pid, os.WNOHANG)
@@ -153,7 +153,7 @@ def _end_of(executor: FleetExecutor, handle: Handle) -> Outcome | None:
     status = executor.poll([handle])[0]
     if status.stale or not status.state.ended:
         return None
-    with suppress(Exception):  # the log is optional: the end is known without it
+    with suppress(Exception):  # the log is optional: the end is known anyway
         tail = [line for line in executor.logs(handle, TAIL) if line.strip()]
         if status.reason not in "\n".join(tail):
             tail.append(status.reason)

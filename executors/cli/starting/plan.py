@@ -1,4 +1,4 @@
-"""`diloco plan`: shows what `train` would start and what that costs; starts nothing.
+"""`diloco plan`: shows the processes that `train` would start, and their price; starts nothing.
 
     CONFIG, options, the bucket if it has the run ──▶ the quote · sizes · the learning rate · notes
     the run there ──▶ refused as `train` refuses it: other mathematics, more steps taken, a lost run.json, other files,
@@ -54,7 +54,7 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
 def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
     """Return a note on the run at this URL, [] without one.   steps: outer steps that you ask for, if any.
 
-    Raise the error with which `train` would refuse to go on there, or to found a run."""
+    Raise the error with which `train` would refuse to continue there, or to found a run."""
     store = open_signed(url)
     refuse_unwritten(url)
     is_new, is_trained = store.get(layout.RUN) is None, store.get(layout.commit_key(0)) is not None
@@ -67,7 +67,7 @@ def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
     refuse_another(url, *both_records(config, store), untouched=not is_trained)
     if steps not in (None, read_control(store).steps):
         refuse_fewer_steps(store, steps)
-    return [finished_words(store, url, steps) or f"it goes on with the run in {url}"]
+    return [finished_words(store, url, steps) or f"it continues with the run in {url}"]
 
 
 def refuse_unwritten(url: str) -> None:

@@ -37,17 +37,17 @@ UNSAID = {
 
 def add_verbs(verbs: Any) -> None:
     train = add_verb(verbs, "train", "start a run, or resume it: the same command does both", _train)
-    plan = add_verb(verbs, "plan", "say what `train` would start and what it costs; nothing is started", _plan)
+    plan = add_verb(verbs, "plan", "show what `train` would start, and its price; starts nothing", _plan)
     for parser in (train, plan):
         add_config(parser)
-        value(parser, "--run", "URL", "where the run lies: runs/mine, s3://…", dest="url", required=parser is train)
+        value(parser, "--run", "URL", "the run: runs/mine, s3://…", dest="url", required=parser is train)
         flag(parser, "--no-preflight", help="start without checking for mistakes")
     launch = add_verb(verbs, "launch", "start a script of your own as a run: replicas of `python train.py`", _launch)
-    value(launch, "--run", "URL", "where the run lies: s3://… (default: runs/NAME of this folder)", dest="url")
+    value(launch, "--run", "URL", "the run's bucket or folder: s3://… (default: runs/NAME of this folder)", dest="url")
     again(launch, "--file", metavar="PATH", dest="files", help="a file or folder that the script reads, to be sent")
-    flag(launch, "--no-preflight", help="do not ask whether the script joins a run")
-    flag(launch, "--dry-run", help="say what would be sent and started, and what it costs; nothing is started")
-    resume = add_run_verb(verbs, "resume", "go on with a run; all it needs is in the bucket", _resume)
+    flag(launch, "--no-preflight", help="skip the check that the script joins a run")
+    flag(launch, "--dry-run", help="show the files to send, the processes and the price; starts nothing")
+    resume = add_run_verb(verbs, "resume", "continue a run; its bucket has everything that it needs", _resume)
     for parser in (train, plan, launch, resume):
         _add_requests(parser)
     flag(launch, "-m", dest="is_module", help="SCRIPT is a module, as for python -m")
@@ -57,8 +57,8 @@ def add_verbs(verbs: Any) -> None:
     value(train, "--from", "OLD[@STEP]", "begin with another run's weights after STEP outer steps", dest="origin")
     flag(train, "--momentum", help="with --from: begin with that run's outer momentum, too")
     for parser in (train, launch, resume):
-        flag(parser, "--detach", help="return once a supervisor elsewhere watches it")
-        flag(parser, "--yes", "-y", help="do not ask whether the price is right")
+        flag(parser, "--detach", help="return once a supervisor elsewhere supervises the run")
+        flag(parser, "--yes", "-y", help="accept the price without a question")
         told = "a webhook that gets messages about troubles (or DILOCO_ALERT in the environment)"
         value(parser, "--alert", "URL", told, default="")
     demo = add_verb(verbs, "demo", "a whole run on this machine, with a kill -9 in the middle", _demo)
@@ -79,13 +79,13 @@ def _add_requests(parser: ArgumentParser) -> None:
     offer(again(where, "--actors", type="actors", metavar="[NAME:]N[:GPU]", help=ahead), *EXECUTORS)
     again(where, "--gpu", metavar="KIND", help="GPU type, as the platform names it; repeat for a second choice")
     again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
-    value(where, "--timeout", "TIME", "limit of a replica's life: 6h, 90m (then it restarts)", type="duration")
+    value(where, "--timeout", "TIME", "time limit of a replica: 6h, 90m (then it restarts)", type="duration")
     again(where, "--pip", metavar="PACKAGE", help="a package that your reward needs there")
-    again(where, "--option", type="option", metavar="KEY=VALUE", help="the platform's own: partition=gpu")
-    money = parser.add_argument_group("what it may cost (the run ends by itself before; 0: no limit)")
+    again(where, "--option", type="option", metavar="KEY=VALUE", help="an option of the platform: partition=gpu")
+    money = parser.add_argument_group("limits of the costs (the run ends by itself before; 0: no limit)")
     value(money, "--max-usd", "X", "US dollars, since the run began", type="amount")
     value(money, "--max-hours", "H", "hours with any replica running", type="amount")
-    flag(money, "--no-lease", help="let rented replicas run on (and cost) without a supervisor")
+    flag(money, "--no-lease", help="let rented replicas continue (and cost) without a supervisor")
     flag(money, "--allow-unknown-price", default=None, help="start even if a price is unknown")
 
 
@@ -175,7 +175,7 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
     from diloco.model.fork import begin
 
     begin(run, fork, SystemClock())
-    say(f"goes on from {fork.parent}, {'with' if asked.momentum else 'without'} its outer momentum")
+    say(f"continues from {fork.parent}, {'with' if asked.momentum else 'without'} its outer momentum")
 
 
 def _resume(args: Namespace) -> Answer:
@@ -245,7 +245,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         outcome = end_of(run, outcome)
     words = [] if asked.as_json else [outcome.text]
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
-        words.append(f"to go on: diloco resume {shlex.quote(asked.url)}")
+        words.append(f"to continue: diloco resume {shlex.quote(asked.url)}")
     if outcome.code == exitcodes.DONE:
         words.append(
             f"next: diloco report {shlex.quote(asked.url)}, or diloco export {shlex.quote(asked.url)} --to DIR"

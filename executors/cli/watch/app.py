@@ -232,7 +232,7 @@ def _leaving_on(*numbers: signal.Signals, app: WatchApp) -> Generator[None]:
     def hear(*_: object) -> None:
         if not app.is_running:
             raise SystemExit(0)
-        leave = partial(app.call_from_thread, app.action_leave)  # it waits for the loop, which this thread runs
+        leave = partial(app.call_from_thread, app.action_leave)  # waits for the loop, which this thread runs
         threading.Thread(target=leave, daemon=True).start()
 
     before = {number: signal.signal(number, hear) for number in numbers}

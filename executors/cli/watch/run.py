@@ -61,7 +61,7 @@ def write_lines(looks: RunLooks, out: TextIO, form: Callable[[dict[str, Any]], s
             picture, said = looks.next_picture(), ""
         except (RendezvousError, OSError) as error:
             picture, words = None, f"no answer, asking again: {error_words(error)}"
-            if words != said:  # do not wait for a picture to write it with: perhaps none comes
+            if words != said:  # write the error at once: perhaps no picture follows
                 lines.write({"note": words})
             said = words
         if picture is not None and not picture.partial and looks.report is not None:

@@ -57,7 +57,7 @@ ROLLOUTS = 32
 
 
 class Printable(LineFilter):
-    """A filter that makes drawn lines printable.  It removes unprintable characters that textual gives no width."""
+    """A filter that makes drawn lines printable: it removes unprintable characters that textual gives no width."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [Segment(self._plain(text), style, control) for text, style, control in segments]
@@ -140,7 +140,7 @@ class TextWindow(ModalScreen[None]):
         in_thread(self.app, self.source.read, self._fill, lambda error: self._fill([f"! {error_words(error)}"]))
 
     def _fill(self, pages: Sequence[str]) -> None:
-        if not self.is_attached:  # it was closed meanwhile
+        if not self.is_attached:  # the window was closed meanwhile
             return
         self.pages = pages
         self._draw()
@@ -202,7 +202,7 @@ class NumberWindow(ModalScreen[int | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical():
-            yield Static(f"{self.question} (enter: go on, escape: leave it)", markup=False)
+            yield Static(f"{self.question} (enter: confirm, escape: cancel)", markup=False)
             yield Input(str(self.number), type="integer", select_on_focus=True)
 
     def on_mount(self) -> None:

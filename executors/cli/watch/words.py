@@ -33,7 +33,7 @@ from rendezvous.agreement.membership import Wanted
 UNREAD_S = 10.0  # the age of a heartbeat that was read longer ago is marked with "~"
 MOST_EVENTS = 400
 TOGETHER_S = 30.0  # equal events of several replicas within this time share a line
-LABEL = 9  # width of a metric's name, in columns
+LABEL = 9  # columns for a metric's name
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 

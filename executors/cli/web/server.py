@@ -73,7 +73,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """Whether the host is an IP address.  Unlike a name, no other site can make an IP address point to this machine."""
+    """Whether the host is an IP address.  Another site can make its name point to this machine, but no IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

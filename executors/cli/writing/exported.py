@@ -28,7 +28,7 @@ def refuse_export(to: Path) -> None:
         raise run_url.UsageError(f"{to} is a file. Name a new folder: --to FOLDER")
     for above in (to, *to.resolve().parents):
         if (above / layout.RUN).is_file() and (above / "control").is_dir():
-            where = f"{to} lies in the run at {above}, whose own files it would write over"
+            where = f"{to} is inside the run at {above}, whose own files the export would overwrite"
             raise run_url.UsageError(f"{where}. Name a folder beside it")
     if not (to / MARK).is_file() and (found := run_url.foreign_files(to, ())):
         raise run_url.UsageError(

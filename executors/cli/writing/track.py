@@ -112,7 +112,7 @@ def _ending_signals(parent: str) -> Callable[[float], bool]:
 def _in_words(url: str, feed: Feed, report: Report, names: Sequence[str]) -> Answer:
     states = dict(zip(names, feed.states, strict=True))
     lines = [
-        f"{name}: {s.trouble}; run the same command again, it goes on where {name} stands"
+        f"{name}: {s.trouble}; run the same command again to continue after {name}'s newest row"
         if s.trouble
         else f"{name}: {s.written} rows written, up to outer step {report.head - max(0, feed.waiting)} of {report.head}"
         for name, s in states.items()

@@ -36,15 +36,15 @@ def add_verbs(verbs: Any) -> None:
     flag(export, "--public", help="with --push: a new repository is public")
     flag(export, "--dry-run", help="with --push: only write the folder")
     flag(export, "--merge", help="write a LoRA run's whole model, not only its adapter")
-    verify = add_run_verb(verbs, "verify", "compute a run again from its bucket, and say what differs", opened(_verify))
+    verify = add_run_verb(verbs, "verify", "compute a run again from its bucket; report differences", opened(_verify))
     value(verify, "--step", "T", "only θ after T outer steps (default: all that is kept)", type="step_or_all")
-    flag(verify, "--inner", help="take the inner steps again too, and compare the pseudogradients")
-    text = "one outer step in words: who offered what, why it closed, what it did"
+    flag(verify, "--inner", help="compute the inner steps again, too, and compare the pseudogradients")
+    text = "explain one outer step: its offers, its closing, its effect"
     explain = add_run_verb(verbs, "explain", text, opened(_explain))
     value(explain, "--step", "T", "the outer step after θ_T", type="natural", required=True)
     _add_judging_verbs(verbs)
     gc = add_run_verb(verbs, "gc", "delete old data that a run no longer needs, beyond a size", opened(_gc))
-    value(gc, "--keep", "SIZE", '"5 GB"; "window": only what a replica may need', required=True)
+    value(gc, "--keep", "SIZE", '"5 GB"; "window": only data that a replica may need', required=True)
     flag(gc, "--dry-run", help="only list what would be deleted")
     flag(gc, "--yes", "-y", help="do not ask")
     text = "the reward of a step's model on held-out prompts, on this machine"
@@ -56,7 +56,7 @@ def add_verbs(verbs: Any) -> None:
     traces = add_run_verb(verbs, "traces", text, opened(_traces))
     value(traces, "--to", "FILE", "a new file", required=True)
     value(traces, "--pairs", "FILE", "also write preference pairs from late rewards, for [inner.replay]")
-    value(traces, "--by", "NAME", "with --pairs: whose late rewards (default: the only name)")
+    value(traces, "--by", "NAME", "with --pairs: the judge whose late rewards count (default: the only one)")
     text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/rewards.md)"
     reward = add_run_verb(verbs, "reward", text, opened(_reward))
     value(reward, "--rollout", "ID", "as state_id in the file of `diloco traces`", required=True)
@@ -66,16 +66,16 @@ def add_verbs(verbs: Any) -> None:
 
 
 def _add_judging_verbs(verbs: Any) -> None:
-    text = "whose pseudogradients moved a number most: θ again without each replica"
+    text = "find the replica that changed a number most: θ is computed without each"
     blame = add_run_verb(verbs, "blame", text, opened(_blame))
-    text = "since which outer step: a binary search, with a command as the judge"
+    text = "find the outer step of a change: a binary search, judged by a command"
     bisect = add_run_verb(verbs, "bisect", text, opened(_bisect))
     for parser in (blame, bisect):
         parser.usage = f"{parser.prog} RUN [options] [-- COMMAND …]"
         value(parser, "--from", "A", "from θ_A on (default: the oldest)", dest="first", type="natural")
         value(parser, "--to", "B", "up to θ_B (default: the newest)", dest="last", type="natural")
         flag(parser, "--merge", help="COMMAND gets whole models of a LoRA run, not adapters")
-    told = "what is left out (default: replica)"
+    told = "leave out each replica, or each step (default: replica)"
     blame.add_argument("--by", choices=("replica", "step"), default="replica", help=told)
     value(blame, "--text", "FILE", "judge by the loss on this text")
     value(blame, "--prompts", "FILE", "judge by the reward on these prompts (default: the run's [eval])")
@@ -279,7 +279,7 @@ def _reward(args: Namespace, run: "Run") -> Answer:
     given = give_reward(run, SystemClock(), args.rollout, args.value, args.name)
     before = "no reward" if given.recorded is None else f"{given.recorded:g}"
     lines = [
-        f"{given.name} gives {given.value:g} to {args.rollout}. Training used {before} for it, which stays so; "
+        f"{given.name} gives {given.value:g} to {args.rollout}. Training used {before} for it, and keeps that value; "
         "`diloco traces` and `diloco report` show both"
     ]
     facts = {"name": given.name, "value": given.value, "trained_on": given.recorded, "at": given.at}

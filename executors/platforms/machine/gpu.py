@@ -1,6 +1,6 @@
 """Checks, before the slot is claimed and without importing torch, that the GPU that was asked for is there.
 
-    asked: ("H100:2",) ──▶ torch's build      made for the CPU only         USER_ERROR: every start would end so
+    asked: ("H100:2",) ──▶ torch's build      made for the CPU only         USER_ERROR: every start would fail
                       ──▶ libcuda, cuInit     no driver, no device           CRASHED: another machine may have it
                       ──▶ cuDriverGetVersion  older than torch's CUDA        USER_ERROR
                       ──▶ cuDeviceGetName     "NVIDIA H100 80GB HBM3"        into the journal, by DEVICE_ENV
@@ -35,7 +35,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Driver:
-    """The state of NVIDIA's driver.   devices: the names of the visible GPUs.   error: why there are none, in words.
+    """The state of NVIDIA's driver.   devices: the names of the visible GPUs.   error: why no device is known.
 
     version: the newest CUDA that the driver supports, as 1000 · major + 10 · minor; 0 without a driver.
     """

@@ -3,7 +3,7 @@
     words    Hugging Face "OOMKilled", Slurm OUT_OF_MEMORY or "oom_kill event",
              Modal KERNEL_OOM_KILL or MEMORY_…_EVICTION, SkyPilot and Kubernetes "OOMKilled (exit code 137)",
              the kernel "Out of memory: Killed process"
-    kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      it rises with each process it kills
+    kernel   memory.events (cgroup v2) or memory.oom_control (v1): oom_kill N      N: processes killed so far
 
 If that count rose, a process that ended by SIGKILL was killed for its memory.  The same holds for a process without an
 exit code, because its fork server was killed as well.  If the count did not rise, another process sent the kill, which
@@ -35,7 +35,7 @@ def says_out_of_memory(*texts: str) -> bool:
 
 
 def from_outside(exit_code: int | None, *texts: str) -> bool:
-    """Whether a signal of another process ended this one, and memory was not the reason."""
+    """Whether another process's signal ended this process, and memory was not the reason."""
     return exit_code in (-signal.SIGKILL, -signal.SIGTERM) and not says_out_of_memory(*texts)
 
 

@@ -9,7 +9,7 @@
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
                      until: the Unix time at which the lease of a launcher without a supervisor ends (short_form.py)
 
-Not promised: that the Hub lists a new job at once; `start` and its caller allow for a delay.
+Not promised: that the Hub lists a new job at once; `start` and its caller wait for the job in the list.
 """
 
 import os
@@ -30,7 +30,7 @@ ANSWER_S = 20.0  # limit for one answer of the Hub
 ENOUGH_S = 120.0  # limit for a request with all its tries
 PRICES_AGAIN_S = 60.0  # seconds between two requests for the prices of existing jobs
 UNTIL = "until"  # the job label with the end of the lease
-ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # a job of any other stage lives, also of a new one
+ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # a job in any other stage, also an unknown one, is alive
 NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {

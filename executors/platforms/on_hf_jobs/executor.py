@@ -7,9 +7,9 @@
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
     ERROR ▶ FAILED with the exit code in its last log line; LOST without that line, or after a signal from outside
 
-The Hub starts a replica's job only once, because the supervisor must know about every replacement.  It starts the
-supervisor's own job again when its host dies; a new supervisor needs the lease, so two supervisors launch no replica
-twice.  This machine stores nothing.
+The Hub starts a replica's job only once, because the supervisor must know about every replacement.  The Hub starts the
+supervisor's own job again when the job's host dies; a new supervisor needs the lease, so two supervisors launch no
+replica twice.  This machine stores nothing.
 
 Not promised: a warning before the platform kills a job; the run survives a SIGKILL of a replica at any moment.
 """
@@ -42,7 +42,7 @@ from rendezvous.clock import Clock
 
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
-WATCHES = 10  # times that the Hub may start one supervisor's job; it is not started again after it has ended well
+WATCHES = 10  # times that the Hub may start a supervisor's job, which it does not start again after a good end
 DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size and download time of a replica's packages; a guess, never measured there
 END_LINES = 64  # last lines of a log that are read to find its end
 
@@ -277,7 +277,7 @@ def ended(handle: Handle, job: HubJob, lines: list[str]) -> Status:
     end = read_end(lines)
     code = end["exit_code"] if end else None
     late = _timed_out(job)
-    if code == 0 or (code is None and job.stage == "COMPLETED"):  # also if it ended just before it was cancelled
+    if code == 0 or (code is None and job.stage == "COMPLETED"):  # also if the job ended just before it was cancelled
         return Status(handle, State.SUCCEEDED, processes.describe_exit(0), 0)
     if job.stage == "CANCELED":
         return Status(handle, State.CANCELLED, "cancelled", code)

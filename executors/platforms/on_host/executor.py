@@ -70,7 +70,7 @@ class LocalProcessExecutor(Executor):
     """The executor for this machine.   preload: modules that the fork server imports once, before the first launch.
 
     folder: where logs go (default: below the run's folder).   method: "fork" or "spawn" (default: "fork" if it works).
-    env: for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
+    env: variables for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
     cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
     devices: how many processes train a replica's model together; with `gpu`, each process gets one GPU.
     """
@@ -251,7 +251,7 @@ class LocalProcessExecutor(Executor):
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
-        if code is None and handle.files:  # dead: its parent reaps it first, then writes the code
+        if code is None and handle.files:  # the process is dead; its parent reaps it, then writes the code
             since = self._dead.setdefault(handle, self._clock.now())
             return None, self._clock.now() - since > REAP_S
         return code, True

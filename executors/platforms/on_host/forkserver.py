@@ -117,7 +117,7 @@ class ForkServer:
         return []
 
     def _how_it_died(self) -> str:
-        with suppress(subprocess.TimeoutExpired):  # its socket closes a moment before it ends
+        with suppress(subprocess.TimeoutExpired):  # the server's socket closes a moment before it ends
             code = self._process.wait(1.0)
             self._death = self._death or f": {self._kills.explain(code) or describe_exit(code, ours=False)}"
         return f"has died{self._death}"

@@ -15,8 +15,8 @@
                                    fingerprint   of the image and the source that they were deployed with
                                    objects       ids in the deployed functions: secret/NAME, volume/NAME ─▶ id
 
-So a launch runs once, even if it is repeated, if its reply is lost, or if its launcher dies.  The register counts
-starts to end a launch whose containers die repeatedly, because Modal would restart them for ever.
+So a launch runs once, even if it is repeated, if its reply is lost, or if its launcher dies.  The register counts a
+launch's starts, so that a launch whose containers die repeatedly ends: Modal would restart them for ever.
 
 Not promised: that a duplicate call costs nothing; its container starts, reads one key and ends.
 """
@@ -177,7 +177,7 @@ class Register:
 def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
     """Run one replica and return its end as data.  This is the body of every deployed function.
 
-    It raises only interruptions: Modal then starts a preempted input again, and ends a cancelled input.
+    The function raises only interruptions: Modal then starts a preempted input again, and ends a cancelled input.
     """
     spec = ReplicaSpec.from_dict(raw)
     note = Note.from_dict(raw_note)

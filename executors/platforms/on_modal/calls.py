@@ -15,7 +15,7 @@ If a launch's reply was lost, the client or another launcher calls again:
     Function.get_current_stats ─▶ (inputs that wait or run) minus (registered calls) = number of unregistered calls
 
 Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
-ended with its app, but its id is unknown.  It costs nothing until its container starts, reads one key and ends.
+ended with its app, but its id is unknown.  It is free until its container starts, reads one key and ends.
 
 Not promised: a log line that Modal shows more than half a minute late, or that Modal's count is up to date.
 """
@@ -44,7 +44,7 @@ LOOK_S = 10.0  # seconds between two looks at the register
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
     """Return the status of a call, and its end if it has one.  Raise Modal's error if there is no answer.
 
-    began: whether its container is known to have begun.
+    began: whether we know that the call's container has begun.
     """
     modal = sdk()
     e = modal.exception

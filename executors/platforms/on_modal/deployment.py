@@ -151,7 +151,7 @@ class Deployments:
     def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
         """Spawn a call; return the launch's entry in the register.
 
-        If another call was faster, cancel ours.  It would also end by itself, but only after its container's start.
+        If another call was faster, cancel ours, which would otherwise end only after its container's start.
         """
         run = self._functions[spec.run, function]
         call = ask_patiently(lambda: run.spawn(spec.to_dict(), note.to_dict()), self._clock)

@@ -8,7 +8,7 @@
 Calls of a deployed app continue if this process ends, and the dict lets another process find them.  Modal itself
 starts a preempted or crashed input again, under the same handle; the number of crashes is limited.
 
-Not promised: that a RUNNING call has a container; between a preemption and the next start it has none.
+Not promised: that a RUNNING call has a container: after a preemption, none exists until the next start.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -161,7 +161,7 @@ class ModalExecutor(Executor):
             known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
         except Exception as error:  # the connection or the service failed, or the function does not exist
             self._apps.doubt(spec.run)
-            if no_answer(error):  # not the replica's fault; if it did start, its container registers the launch
+            if no_answer(error):  # not the replica's fault; if the call started, its container registers the launch
                 return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
             return NotStarted(f"Modal did not start it: {error}")
         return handle_of(spec.run, spec.slot, spec.attempt, known)
@@ -283,7 +283,7 @@ class ModalExecutor(Executor):
 def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
     with suppress(Exception):  # a call that cannot be reached ends at a later poll, or by its lease
         register = apps.register_of(handle.run)
-        if not register.names(handle):  # only a log named this call: it is another run's
+        if not register.names(handle):  # only a log named this call, which is another run's
             return True
         register.ask(handle.slot, handle.attempt)
         sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)

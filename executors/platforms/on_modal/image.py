@@ -31,7 +31,7 @@ NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 def image_of(base: Any = None, pip: Sequence[str] = (), *, vllm: bool = False) -> Any:
     """Make a modal.Image with all packages except the project itself.
 
-    base: a modal.Image that has the packages; or a registry's image to add them to; or None for a plain Debian.
+    base: a modal.Image that has the packages; a registry's image that gets them; or None for a plain Debian.
     pip: further requirements, in pip's syntax, resolved together with ours.
     """
     image = _with_packages(base, pip, vllm_requirements() if vllm else pinned_requirements())

@@ -135,7 +135,7 @@ class SlurmExecutor(Executor):
                 while not slurm_job.create_exclusively(mine := folder / f"submit.{turn}"):
                     if (known := self._wait_for_card(spec)) is not None:
                         return known
-                    turn += mine.exists()  # that turn's launcher died; its job finds no input and ends
+                    turn += mine.exists()  # the earlier turn's launcher died; its job finds no input and ends
             return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             words = str(error)

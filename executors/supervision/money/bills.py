@@ -63,7 +63,7 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 
 
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
-    """Return (US dollars, hours) of launches by the newest control record, if the log lacks events; else (0, 0).
+    """Return (US dollars, hours) of launches from the newest control record if the log lacks events; else (0, 0).
 
     Add the costs since the record from the log.  If the log has no event since the record, the log may be lost: then
     add the record's rate.

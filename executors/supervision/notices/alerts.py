@@ -38,7 +38,7 @@ PAUSES_S = (2.0, 10.0, 30.0)  # seconds before the second, third and fourth requ
 CLOSE_S = 5.0
 BEGUN, OVER = "trouble", "trouble_over"
 WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # a message's fields; events without one are ignored
-UNTOLD = ("alerts_failed",)  # troubles of the webhook itself, which it cannot report
+UNTOLD = ("alerts_failed",)  # troubles of the webhook itself, which no alert can report
 Emit = Callable[..., None]
 
 

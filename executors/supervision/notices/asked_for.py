@@ -53,7 +53,7 @@ def tracker_child(run: Run, clock: Clock, warn: Callable[[str], None]) -> "Track
 
 
 def end_with_run(child: "TrackerChild | Nothing", lease: Lease, code: int) -> None:
-    """End the tracker's process.  Its last rows may take a while, so renew the supervisor's lease meanwhile, unless the
+    """End the tracker's process. The last rows may take a while, so renew the supervisor's lease meanwhile, unless the
     lease is lost.   code: the supervisor's exit code."""
     end = lambda: child.end(done=code == exitcodes.DONE)  # noqa: E731
     return end() if code == LOST_LEASE else lease.keep_while(end)

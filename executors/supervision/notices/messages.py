@@ -14,7 +14,7 @@ A replica's event that its own disk was full is hidden once the replica has join
 no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
-returns only the first ones.  And not the exact time of a start, which needs a running supervisor.
+returns only the first ones.  Not promised either: the exact time of a start, which needs a running supervisor.
 """
 
 import os
@@ -55,7 +55,7 @@ def full_words(url: str) -> str:
         return ""
     size = disk.f_blocks * disk.f_frsize
     left = f"{free} bytes left of {size / 1e6:.0f} MB"
-    return f"the run's disk is full ({left}), and all replicas wait: free some space, and they go on"
+    return f"the run's disk is full ({left}), and all replicas wait. Free some space, and they continue"
 
 
 def found_room(event: Mapping[str, Any], report: Report) -> bool:
@@ -76,7 +76,7 @@ def reward_failed(report: Report, now: float) -> list[Trouble]:
 
 
 def platform_silent(report: Report, now: float) -> list[Trouble]:
-    advice = "Replicas go on; a lost one is replaced when the platform answers again"
+    advice = "Replicas continue; a lost one is replaced when the platform answers again"
     texts = open_outages(report.events, now)
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 
@@ -105,7 +105,7 @@ HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 }
 
 
-# Before all others, which keep the order of DETECTORS: a poisoned run, then one that does not go on, then the rest.
+# Before all others, which keep the order of DETECTORS: a poisoned run, then one that does not continue, then the rest.
 MOST_URGENT = (
     "diverged", "forged", "disk_full", "platform_silent", "reward_failed", "slot_unserved", "stalled", "slot_lost",
     "budget", "alerts_failed",

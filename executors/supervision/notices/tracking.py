@@ -96,7 +96,7 @@ class TrackerChild:
         pause_s = pause_after(code, self._failures)
         self._start_at = None if pause_s is None or self._over else self._clock.now() + pause_s
         then = "not tried again; repair it, then `diloco track`" if pause_s is None else f"again in {pause_s:.0f} s"
-        self._warn(f"the run's trackers (log.to): {why} ({then}; the run goes on)")
+        self._warn(f"the run's trackers (log.to): {why} ({then}; the run continues)")
 
     def _has_ended_in(self, seconds: float) -> bool:
         until = self._clock.now() + seconds

@@ -9,10 +9,10 @@
                                   GiveUp    another start would change nothing
 
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
-again after every kind of end: DONE meant fewer steps, and a cancel by another user is a loss.  A slot with a newer
-generation is left alone while that one sends heartbeats.  A platform may restart a process by itself.  So while it says
-RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A replica
-that waits for a machine (PENDING) is not silent.
+again after every kind of end: DONE was for fewer steps, and a cancel by another user is a loss.  A slot with a newer
+generation is left alone while the newer one sends heartbeats.  A platform may restart a process by itself.  So while it
+says RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A
+replica that waits for a machine (PENDING) is not silent.
 
 The number of a slot's consecutive ends determines the pause before its next start:
 
@@ -52,8 +52,8 @@ class Limits:
     reward_failures: consecutive ends by a reward that has worked before (Strikes).   reward_backoff_s: pause before the
     first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
-    restart_grace_s: the same on a platform, which may restart it.   boot_s: the same before the first heartbeat there.
-    fence_s: time between the request to end and the fence.   drain_s: time to leave after a request.
+    restart_grace_s: silent_s for a platform, which may restart it.   boot_s: until its first heartbeat on a platform.
+    fence_s: from the request to end to the fence.   drain_s: time to leave after a request.
     """
 
     failures: int = 3
@@ -188,7 +188,7 @@ class Wait(Action):
 
 
 class GiveUp(Action):
-    """Start this slot no more, because no start can succeed: the run ends, or goes on without the actor."""
+    """Do not start this slot again, because no start can succeed: the run ends, or continues without the actor."""
 
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
@@ -203,9 +203,9 @@ def _action_for(desired: Desired, s: Observation, now: float, limits: Limits) ->
     if desired.done or desired.ending or s.slot not in desired.slots:
         return None
     if s.holder == "beating":
-        return Wait(s.slot, "a process that was launched elsewhere holds it")
+        return Wait(s.slot, "a process that was launched elsewhere has the slot")
     if s.holder == "unknown":
-        return Wait(s.slot, "looking whether its heartbeat moves")
+        return Wait(s.slot, "checking whether its heartbeat changes")
     return _about_ended(s, now, limits)
 
 
@@ -213,14 +213,14 @@ def _about_running(desired: Desired, s: Observation, limits: Limits) -> Action |
     unwanted = s.slot not in desired.slots and not desired.done
     if desired.ending or unwanted or (desired.done and s.state is State.PENDING):
         return _about_unwanted(s, limits)
-    if desired.done:  # it may write a last snapshot
+    if desired.done:  # the replica may write a last snapshot
         return None
     if s.replacing_s is not None:
         if s.replacing_s >= limits.fence_s:
             return Fence(s.slot, f"it has not ended within {s.replacing_s:.0f} s")
-        return Wait(s.slot, "told to end, to be started again")
+        return Wait(s.slot, "asked to end, then it is started again")
     if s.state is State.RUNNING and s.silent_s >= _silence_limit_s(s, limits):
-        what = "its heartbeat has stood still" if s.beaten else "it runs without a heartbeat"
+        what = "its heartbeat does not change" if s.beaten else "it runs without a heartbeat"
         return Replace(s.slot, f"{what} for {s.silent_s:.0f} s")
     return None
 

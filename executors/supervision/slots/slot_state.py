@@ -6,7 +6,7 @@
 
 A heartbeat belongs to a handle if it names the handle's place on a platform, or its pid on this machine.
 
-Not promised: the end of a launch while there is no supervisor; the next supervisor counts it when it finds it.
+Not promised: the time of an end while no supervisor runs; the next supervisor counts the end when it looks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -142,7 +142,7 @@ class SlotState:
     handle, status: the slot's present or last process.   attempt: the highest number used so far.
     gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: how often it changed.
     running_since: when a poll first saw it running.   beaten: a heartbeat came since.   ran: it has run, or may have.
-    pending: by the log, it waits for a machine.   unseen: this supervisor has not seen it alive.
+    pending: it waits for a machine (from the log).   unseen: this supervisor has not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.
     asked: its heartbeat when we asked it to leave.   lost: the work that the kill then lost, in words.

@@ -100,8 +100,8 @@ class Slots:
                 state.forget()
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
-        """Adopt the process that counts for this launch, if it is not the known process but an older one: the answer to
-        the older one's start was lost."""
+        """Adopt the process that counts for this launch, if it is not the known process but an older process: the
+        answer to the older one's start was lost."""
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
@@ -192,7 +192,7 @@ class Slots:
         as_asked = asked and (status.state is State.CANCELLED or status.exit_code == exitcodes.LEFT)
         counted = sum(len(x.commits) for x in sessions)
         if layout.is_actor(state.slot) and beat is not None and is_from_launch(status.handle, beat):
-            counted = beat.inner  # for an actor: the bundles of rollouts that it delivered
+            counted = beat.inner  # for an actor: the number of rollout bundles that it delivered
         end = self._classify_end(state, status, report, counted=counted)
         if not asked:
             state.strikes = count_end(state.strikes, end)

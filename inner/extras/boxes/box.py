@@ -6,7 +6,7 @@
     in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ first 4096 bytes, CUT, last 4096 ──▶ at most 8 KiB
 
 Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of
-output fill no memory here.  The mark of the cut is written inside, too, because lengths change on the way: a provider
+output do not fill this process's memory.  CUT is inserted there, too, because lengths change on the way: a provider
 that returns text replaces each invalid byte by three.
 
 Not promised: a distinction between the time limit and a command's own exit code 124 or 137. If a process stays in the

@@ -4,8 +4,8 @@
     E2bBoxes(domain="boxes.example.org")               another server: https://api.DOMAIN
     E2bBoxes(api_url="http://…", sandbox_url="http://…")
 
-A create request has the owner's labels as metadata. Its Idempotency-Key is the owner's key and the number of the
-owner's boxes that this process stopped. `timeout` is the box's time to live. recipe.image is a template's name.
+A create request has the owner's labels as metadata. The request's Idempotency-Key is the owner's key and the number of
+the owner's boxes that this process stopped. `timeout` is the box's time to live. recipe.image is a template's name.
 
 Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
 server of the tests, not with E2B.
@@ -81,7 +81,7 @@ class E2bBox:
                 ended = error
             except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
                 raise  # subclasses of TimeoutException that mean something else
-            except self._sdk.TimeoutException:  # if the box runs, a background process still holds the output
+            except self._sdk.TimeoutException:  # if the box still runs, a background process keeps the output open
                 if not self._made.is_running(request_timeout=ANSWER_S):
                     raise
                 return Ran(137, "")

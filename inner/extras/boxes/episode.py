@@ -10,8 +10,8 @@
 The next episode is another object, with another owner. So a late call of this episode does not affect the next one, and
 stops none of its boxes.
 
-Not promised: that an episode goes on after its box died: a dead box is never replaced.  An end of processes that the
-episode left in the background of a remote box.
+Not promised: that an episode continues after its box died (a dead box is never replaced); an end of processes that an
+episode started in the background of a remote box.
 """
 
 import json

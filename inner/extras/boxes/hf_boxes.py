@@ -1,7 +1,7 @@
 """Boxes on Hugging Face Jobs: dedicated sandboxes of huggingface_hub, one job each.
 
     HfBoxes()                    flavor cpu-basic; the token is the SDK's: HF_TOKEN, or the token of `hf auth login`
-    owner.labels ─▶ box-run …    labels of the job; so we find a box whose create reply was lost in the list of jobs
+    owner.labels ─▶ box-run …    labels of the job; by them we find a box even if its create's reply was lost
     ttl_s ─▶ idle_timeout        the job ends itself after so long without a call, in any case after 24 h
     user "root" ─▶ root          any other ─▶ uid 1000, by setpriv
 

@@ -52,7 +52,7 @@ def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
         words += ["--ro-bind-try", path, path]
     for path in sorted(root.iterdir()):
         words += ["--bind", str(path), f"/{path.name}"]
-    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # inside of a task's own /etc, too
+    words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # also inside a task's own /etc
     return [*words, "--chdir", folder, "--"]
 
 
@@ -103,7 +103,7 @@ class LocalBoxes:
                 _remove(home)
         for home in self._root.glob("box-*"):
             if not (home / "box.json").exists() and _changed_at(home) < self._clock() - HALF_MADE_S:
-                _remove(home)  # its start or its removal was killed
+                _remove(home)  # the box's start or removal was killed
 
 
 class LocalBox:

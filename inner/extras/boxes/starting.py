@@ -104,7 +104,7 @@ class BoxStarter:
         if is_there:
             self._use(since)
         stopped = self.sweep(owner.labels)
-        if stopped and not is_there:  # a create whose reply was lost, and nothing adopted its box
+        if stopped and not is_there:  # its create's reply was lost, and no later start found its box
             self._use(since)
 
     def _use(self, since: float | None) -> None:
@@ -134,7 +134,7 @@ class BoxStarter:
                     box.stop()
                     stopped += 1
                 except (BoxGone, ProviderFailed):
-                    continue  # the next look finds it again if it still runs
+                    continue  # the next look finds the box again if it still runs
         if left := len(self.provider.find(labels)):
             raise ProviderFailed(
                 f"{left} boxes with {dict(labels)} still run after {SWEEPS} sweeps. Stop them by hand."

@@ -17,7 +17,7 @@ from typing import Literal
 
 from inner.extras.boxes.box import Box, BoxGone, ProviderFailed
 
-TRIES = 4  # most fresh boxes for one verdict
+TRIES = 4  # maximal number of fresh boxes for one verdict
 DEATHS = 2  # deaths at the same command that show the policy's fault
 Blamed = Literal["provider", "policy"]
 

@@ -9,7 +9,7 @@
 A box belongs to (run, slot, generation, place). The first three come from the session that the environment reports to;
 without a session, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
-Not promised: that an episode goes on after its box died: a dead box is never replaced. A verdict runs the episode's
+Not promised: that an episode continues after its box died: a dead box is never replaced. A verdict runs the episode's
 commands again, in a fresh box.
 """
 

@@ -82,7 +82,7 @@ def write_harbor(task: DeletionTask, folder: Path) -> None:
 
 
 def read_harbor(folder: Path, packages: str = "") -> DeletionTask:
-    """Return the task that `write_harbor` wrote.   packages: for a task with a suite.   Raises InnerError."""
+    """Return the task that `write_harbor` wrote.   packages: a folder, for a task with a suite.   Raises InnerError."""
     try:
         told = json.loads((folder / "tests/cases.json").read_text())
         roots, beside = tuple(told["around"]["paths"]), told["around"]["beside"]

@@ -5,11 +5,11 @@
     DIR ──▶ code · suite ──▶ each test in its hidden form (suite.py) ──▶ one run, traced: values, functions reached
     a function, a method or a whole module that a test reaches ──▶ its body is gone ──▶ the tests that reach it, again
         fail without it, also if it returns None; pass with it; and strong (suite.py)   fail-to-pass
-        pass without it                                        pass-to-pass, filled up with tests that do not reach it
+        pass without it                                        pass-to-pass, and further tests that do not reach it
     generate.py check_task ──▶ the environment gives the solution 1
 
-FOLDER has pytest and what the repository needs (`pip install --target FOLDER pytest …`), without the repository itself.
-It is mounted read-only. Everything runs in the sandbox, the first run, too.
+FOLDER has pytest and the packages that the repository needs (`pip install --target FOLDER pytest …`), without the
+repository itself. FOLDER is mounted read-only. Everything runs in the sandbox, the first run, too.
 
 Not promised: tests that need a process, a thread, a socket, a file outside the suite, or more than 1 s; they are left
 out. Text files alone are read.

@@ -134,7 +134,7 @@ class DeletionServed(MCPEnvironment):
             try:
                 with turns:
                     return tool(*args, **given)
-            except ValueError as error:  # fastmcp logs another error with its traceback
+            except ValueError as error:  # fastmcp logs any other error with a traceback
                 raise Refusal(str(error)) from None
 
         return called
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, help="the folder of packages that tasks from a repository need")
     asked = parser.parse_args()
     require_sandbox()
-    logging.getLogger("fastmcp").setLevel(logging.CRITICAL)  # it logs each call that fails; the client has the answer
+    logging.getLogger("fastmcp").setLevel(logging.CRITICAL)  # fastmcp logs each failed call; the client has the answer
     tasks = read_tasks(asked.tasks, str(asked.packages.resolve()) if asked.packages else "")
     app = make_app(tasks, sessions=asked.sessions, steps=asked.steps, at_once=asked.at_once)
     print(f"{len(tasks)} tasks at http://{asked.host}:{asked.port}", flush=True)

@@ -79,10 +79,10 @@ def find_function(source: str, qualified: str) -> ast.FunctionDef | ast.AsyncFun
 
 
 def take_out(source: str, qualified: str, *, docstring: bool = True) -> str:
-    """Return the source without one function's body; the signature stays, and the docstring if `docstring`."""
+    """Return the source without one function's body; it keeps the signature, and with `docstring` the docstring."""
     node = find_function(source, qualified)
     if docstring and ast.get_docstring(node) is None:
-        raise InnerError(f"{qualified!r} has no docstring that says what it did. Choose a function with one.")
+        raise InnerError(f"{qualified!r} has no docstring that describes it. Choose a function with one.")
     lines, first = source.splitlines(keepends=True), node.body[0]
     start = min([first.lineno, *(made.lineno for made in getattr(first, "decorator_list", []))])  # "@" is above `def`
     until = (first.end_lineno or 0) if docstring else start - 1

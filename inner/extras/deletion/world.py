@@ -124,7 +124,7 @@ class FeatureDeletion:
         if verdict is None:
             flags = find_flags(task.files, self._files, self._programs)
             verdict = judge(task, self._files, flags)
-            if self._task is task:  # else the next episode has begun: this call was too late
+            if self._task is task:  # else the next episode has begun, and this call was too late
                 self._verdict = verdict
                 if verdict.flags:
                     self._tell(verdict)

@@ -35,7 +35,7 @@ ERROR = 4  # llama.cpp's level of errors
 
 
 class LlamaEngine:
-    """llama.cpp with a base in `path`.   config: PEFT's, of the adapter.   folder: for the adapter's file."""
+    """llama.cpp with a base in `path`.   config: PEFT's, of the adapter.   folder: gets the adapter's file."""
 
     name, together = "llama_cpp", 1
 

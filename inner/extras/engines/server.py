@@ -6,9 +6,9 @@
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve BASE --enable-lora --logprobs-mode processed_logprobs
 
-The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  Its log-probs
-include the temperature only with `processed_logprobs`; without, a replica doubts the rollouts if the temperature is not
-1 (fleet.check_rollouts).
+The server reads the adapter's folder itself, so it runs on the actor's machine, or shares its disk.  The server's
+log-probs include the temperature only with `processed_logprobs`; otherwise a replica doubts rollouts at another
+temperature than 1 (fleet.check_rollouts).
 
 If a server is silent, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds.  Each try to load an
 adapter uses another name, because the server may have loaded the adapter before its reply was lost.
@@ -36,9 +36,9 @@ SHOWN = 300  # characters of an answer in an error
 
 
 class AdapterServer:
-    """A server at `address`.   config: PEFT's, of the adapter.   folder: for adapter files.
+    """A server at `address`.   config: PEFT's, of the adapter.   folder: gets the adapter files.
 
-    patience_s: for a server that does not answer, or is busy.   sleep: waits seconds.
+    patience_s: how long to retry while the server is busy or silent.   sleep: waits seconds.
     """
 
     name, together = "openai", 16

@@ -1,4 +1,4 @@
-"""Four actors, one process each: around the inner loop, the sampler, the self-teacher and the client of teachers.
+"""Four actors, each in its own process, wrap the inner loop, the sampler, the self-teacher and the client of teachers.
 
     TrainerActor        run_round(t, θ_t, carried, n) ─▶ Round          rounds.py
     GeneratorActor      generate(Generation)          ─▶ Completions    wire.py
@@ -116,7 +116,7 @@ class GeneratorActor(RoleActor):
 
 
 class SDPOTeacherActor(RoleActor):
-    """A copy of the policy at the beginning of the outer step, which sees the hint."""
+    """The policy as it was at the beginning of the outer step; it sees the hint."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         super().__init__(SDPO_TEACHER)
@@ -150,7 +150,7 @@ class TeacherReplayActor(RoleActor):
         options: dict[str, Any] = {"ledger": self._ledger, "progress": False}
         try:
             return list(asyncio.run(replay_trace(states, self._teachers, self._max_usd, **options)))
-        except ReplayStopped as stopped:  # it cannot be pickled; its finished answers are in the ledger
+        except ReplayStopped as stopped:  # this error cannot be pickled; the ledger has the finished answers
             raise InnerError(str(stopped)) from None
 
 
@@ -188,7 +188,7 @@ def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
 
 
 class RemoteGenerator:
-    """Replacement for TRL's `_generate_single_turn`.  It sends weights once per inner step."""
+    """Replacement for TRL's `_generate_single_turn` that sends weights once per inner step."""
 
     def __init__(self, trainer: Any, member: Member, casts: bool) -> None:
         self._trainer = trainer

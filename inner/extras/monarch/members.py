@@ -76,7 +76,7 @@ class Member:
                 return future.get(timeout=LOOK_EVERY_S)
             if not is_running(self._process_id):
                 with suppress(TimeoutError):
-                    return future.get(timeout=0)  # it answered before it ended
+                    return future.get(timeout=0)  # the process answered before it ended
                 raise ProcessLookupError(self._role)
 
     def _find_next(self) -> None:
@@ -117,7 +117,7 @@ def _process_of(actor: Any, role: str) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process runs. An ended one may stay in the system's table until its parent reads its exit code."""
+    """Whether the process runs.  One that ended stays in /proc until its parent reads its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

@@ -87,7 +87,7 @@ class ReplicaActor(RoleActor):
         self._ending = True
         time.sleep(max(0.0, self._returned_at - time.monotonic()))
         for stopping in [processes.stop() for processes in self._processes.values()]:
-            with suppress(Exception):  # it has already ended
+            with suppress(Exception):  # the actor has already ended
                 stopping.get(timeout=STOP_S)
 
     def __supervise__(self, failure: Any) -> bool:

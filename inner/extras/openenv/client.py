@@ -53,7 +53,7 @@ URL_ENV = "OPENENV_URL"
 KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
 # fastmcp's text for arguments that do not fit; OpenEnv 0.10 reports them as execution_error or invalid_args
 _MISFIT = re.compile(r"\d+ validation errors? for call\[")
-_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up after these
+_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up after these errors
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
@@ -77,7 +77,7 @@ class ToolFailed(Exception):
 
 
 class _ErrorText(str):
-    """The error's text. Its repr is the rest of the record's repr after "'error': "."""
+    """The error's text, whose repr is the rest of the record's repr after "'error': "."""
 
     _rest: list[str]
 
@@ -363,7 +363,7 @@ def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, ti
 
     message = {"type": kind} if data is None else {"type": kind, "data": data}
     try:
-        with suppress(WebSocketException):  # if the server has hung up, its reason is read below
+        with suppress(WebSocketException):  # if the server has hung up, we read the reason below
             socket.send(json.dumps(message))
         answer = load_json(socket.recv(timeout=timeout_s))
         reply = _checked_object(_checked_object(answer, "").get("data"), "data")

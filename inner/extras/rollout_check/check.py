@@ -5,10 +5,10 @@
         surprise    z = Σ (−log π(token) − H(π)) / √Σ Var(log π),  |z| ≤ 5               are the tokens drawn from it?
                     or a chance of more than e^(−5²/2): min over s of Π E[exp s(−log π − H)] · exp(−s·Σ…)    (Chernoff)
 
-Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  It detects another model,
-precision or temperature if the worker sends the log-probs that it sampled with.  A worker that computes log-probs with
-the right model afterwards passes it; surprise detects this: tokens drawn from any π have, on average, a surprisal equal
-to the entropy of π.  H and the variance are exact, from the same forward.
+Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  Agreement detects another
+model, precision or temperature if the worker sends the log-probs that it sampled with.  A worker that computes
+log-probs with the right model afterwards passes it; surprise detects this: tokens drawn from any π have, on average, a
+surprisal equal to the entropy of π.  H and the variance are exact, from the same forward.
 
 z alone is not enough if π is nearly certain of most tokens: then one rare token of an honest worker is worth many
 standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So beyond 5, a worker is doubted
@@ -130,7 +130,7 @@ def check_rollouts(
 
 
 def _compared(differences: Sequence[float], told: Sequence[float]) -> Sequence[float]:
-    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens have none."""
+    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens lack one."""
     known = [off for off, claim in zip(differences, told, strict=True) if claim == claim]
     return known if len(differences) - len(known) <= MISSING * len(differences) else differences
 

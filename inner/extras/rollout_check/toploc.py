@@ -4,12 +4,12 @@
     checker   one forward of the model ──▶ its own 128 largest, and the polynomial's values for them ──▶ how many
               exponents differ, and the difference of the other mantissas
 
-It checks, without log-probs, whether hidden states are those of this model at this precision for these tokens.  It does
-not check how tokens were drawn, because hidden states do not depend on the temperature; `check_rollouts` does.
+TOPLOC checks, without log-probs, whether hidden states are those of this model at this precision for these tokens.  It
+does not check how tokens were drawn, because hidden states do not depend on the temperature; `check_rollouts` does.
 
 TOPLOC accepts an empty list of proofs, and divides by zero for the null proof, which it writes after a failure. This
 module refuses both.  TOPLOC's verification of a list ignores the proof's modulus: with 115,000 values it doubted
-identical values in 4 cases of 40. Its verification of a tensor does not, so this module uses that one.
+identical values in 4 cases of 40. TOPLOC's verification of a tensor uses the modulus, so this module calls that.
 
 The wheel of 0.1.6 is built for an older torch and does not load.  A build from source works (docs/weights.md):
 
@@ -41,8 +41,8 @@ MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 class ProofCheck:
     """The result for one rollout's proofs; each number is the worst proof's.
 
-    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the others'
-    mantissas; infinite if no exponent is right.
+    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the
+    others' mantissas; infinite if no exponent is right.
     """
 
     mismatches: float

@@ -2,8 +2,8 @@
 
 The import of verl's v1 trainers takes about three seconds in each process.
 
-Not promised: a message from verl if the import fails (it logs it at DEBUG). Then verl raises an error that
-`adv_estimator=grpo_composer`, or the trainer mode `composer_sync`, is unknown.
+Not promised: a visible message from verl if the import fails (verl logs the failure at DEBUG). Then verl raises an
+error that `adv_estimator=grpo_composer`, or the trainer mode `composer_sync`, is unknown.
 """
 
 from inner.extras.verl.estimator import register

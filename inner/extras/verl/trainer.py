@@ -183,7 +183,7 @@ class ComposerAdvantage:
 
     def _dp_size(self) -> int:
         workers = self.actor_rollout_wg
-        if "actor" not in workers._dispatch_info:  # the same question as in verl's _balance_batch
+        if "actor" not in workers._dispatch_info:  # as verl's _balance_batch does
             workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
         return max(workers._dispatch_info["actor"]) + 1
 

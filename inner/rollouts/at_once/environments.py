@@ -56,7 +56,7 @@ def environments_at_once(
         environments, given = trainer.environments, [{}] * len(trainer.environments)
     else:
         _replace_hung(trainer)
-        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give it to `reset`
+        hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give this key to `reset`
         environments = drawn_environments(trainer, rows)
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     return methods_at_once(environments, method, given, trainer.lanes)
@@ -76,7 +76,7 @@ def _replace_hung(trainer: Any) -> None:
 
 
 def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
-    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: of this rank."""
+    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: this rank's number of rows."""
     lanes: Lanes = trainer.lanes
     hung_B = torch.tensor([row in lanes.hung for row in range(rows)], device=rewards_B_F.device)
     rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan

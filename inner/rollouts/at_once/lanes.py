@@ -242,7 +242,7 @@ async def within(limit_s: float | None, call: Call) -> Any:
         raise
     if not done:
         task.cancel()
-        await asyncio.wait({task}, timeout=CLEAN_S)  # it may ignore that, so it is not awaited for longer
+        await asyncio.wait({task}, timeout=CLEAN_S)  # the task may ignore that, so do not wait longer
         raise too_late(limit_s)
     return task.result()
 

@@ -42,7 +42,7 @@ def encode_each(
 ) -> Iterator[float | None]:
     """Encode range after range as `encode` does, and yield its result for each.
 
-    It passes addresses to C.  Slicing a tensor would take as long as encoding 30,000 elements, because the caches are
+    Pass addresses to C.  Slicing a tensor would take as long as encoding 30,000 elements, because the caches are
     cold between shards.
     """
     run = _ENCODE[name]

@@ -12,9 +12,9 @@
 All requests go to Modal's control plane, so a written file is visible without a mount or a reload.  A Dict's entries
 expire seven days after their last use; mirror.py explains why no register can be written twice.
 
-Not promised: that it works on Modal.  It was only run against a server of this repository's tests, never on Modal.
-Volumes of version 2 are beta there ("cannot yet guarantee that no data will be lost"; digests show a loss, and two
-snapshots are kept), and the requests are internal ones of Modal's client.  `diloco doctor modal://NAME` tests it.
+Not promised: that it works on Modal.  This store was only run against a server of this repository's tests, never on
+Modal. Volumes of version 2 are beta there ("cannot yet guarantee that no data will be lost"; digests show a loss, and
+two snapshots are kept), and the requests are internal ones of Modal's client.  `diloco doctor modal://NAME` tests it.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ class ModalStore:
         out = bytearray(min(entry.size, most))
         if not out or self._wire.read_into(entry.path, memoryview(out)):
             return bytes(out)
-        return None  # its file is gone: the object counts as missing
+        return None  # the entry's file is gone: the object counts as missing
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         out = out.cast("B")

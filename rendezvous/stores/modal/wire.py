@@ -4,11 +4,11 @@
          ──gRPC──▶ VolumePutFiles2, VolumeGetFile2, …Remove…, …List…    files
          ──HTTP──▶ the blocks                                           rendezvous/stores/modal/blocks.py
 
-Modal's public `Dict.get` unpickles each value, so the writer of an entry could run code in every reader.  Its `Volume`
-reads only whole files, and retries creations whose answer was lost.  So this module sends the client's internal
-requests, over the client's own connection and with its credentials.  Entries are written as the public client writes
-them (a pickled text and pickled bytes: `modal dict items` shows them), and are read by a parser that accepts only
-texts and bytes.
+Modal's public `Dict.get` unpickles each value, so the writer of an entry could run code in every reader.  Modal's
+`Volume` reads only whole files, and retries creations whose answer was lost.  So this module sends the client's
+internal requests, over the client's own connection and with its credentials.  Entries are written as the public client
+writes them (a pickled text and pickled bytes: `modal dict items` shows them), and are read by a parser that accepts
+only texts and bytes.
 
 Not promised: that another version of the client has these requests.  modal 1.6 has them; if they are missing, `Wire`
 raises an error.
@@ -83,7 +83,7 @@ class Wire:
         self._ask_once("DictPop", "DictPopRequest", dict_id=self._dict, key=_pickle_plain(key))
 
     def all_keys(self) -> list[str]:
-        """Return all keys that are texts, in no order.  It reads the whole Dict."""
+        """Return all keys that are texts, in no order. This reads the whole Dict."""
         entries = self._ask_stream("DictContents", "DictContentsRequest", dict_id=self._dict, keys=True)
         return [key for entry in entries if (key := _unpickle_text(entry.key)) is not None]
 
