@@ -105,7 +105,8 @@ def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> N
     [
         ("prompt,answer,,\nx,y,,\nx,y,,\n", ("", "")), (",prompt,answer\n0,x,y\n1,x,y\n", ("0", "1")),
         (",,prompt,answer\n0,1.0,x,y\n1,2.0,x,y\n", ("0", "1")), (",prompt,answer\n7,x,y\n3,x,y\n", ("7", "3")),
-        (",prompt,,answer\n0,x,37,y\n1,x,2,y\n", ("37", "2")), (",,prompt,answer\n1.0,no,x,y\n2.0,1,x,y\n", ("no", "1")),
+        (",prompt,,answer\n0,x,37,y\n1,x,2,y\n", ("37", "2")),
+        (",,prompt,answer\n1.0,no,x,y\n2.0,1,x,y\n", ("no", "1")),
     ],
 )  # fmt: skip
 def test_of_columns_without_a_name_the_one_with_texts_stays(tmp_path: Path, text: str, fields: tuple[str, str]) -> None:
