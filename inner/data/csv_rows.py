@@ -13,24 +13,22 @@ Not promised: an index that a program sorted or filtered, beside another column 
 import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
-from inner.data.prompts import ENCODING, Numbered, Row
-from inner.settings.inner import InnerError
+from inner.errors import InnerError
 
+Numbered = tuple[str, dict[str, Any]]  # ("row 3", its fields)
 LONGEST_FIELD = 2**31 - 1  # most characters of a field
 UNNAMED = "\0"  # and the column's number: key for a column without a name, before it is "" or dropped
 BEYOND = "beyond the header"  # key for a row's fields beyond the header's columns
 BEGINS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # first field of a column that counts the rows
 
 
-def read_csv(name: str, path: Path) -> Iterator[Numbered]:
-    """Yield the file's rows.   name: the setting, for messages.   Raises InnerError."""
+def read_csv(name: str, lines: Iterable[str]) -> Iterator[Numbered]:
+    """Yield the rows of a file's lines.   name: the setting, for messages.   Raises InnerError."""
     csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
     try:
-        with path.open(encoding=ENCODING, newline="") as lines:
-            yield from _with_one_unnamed(name, _whole_rows(name, _open_rows(name, lines)))
+        yield from _with_one_unnamed(name, _whole_rows(name, _open_rows(name, lines)))
     except csv.Error as error:
         raise InnerError(f"{name} is not a CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
 
@@ -47,7 +45,7 @@ def _open_rows(name: str, lines: Iterable[str]) -> Iterable[dict[Any, Any]]:
     return reader
 
 
-def _whole_rows(name: str, rows: Iterable[Row]) -> Iterator[Numbered]:
+def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
     """Yield rows that have a field for each column, without lines of spaces (csv skips empty ones itself)."""
     for number, row in enumerate(rows, 1):
         filled = [field for field in row.values() if field is not None]

@@ -119,7 +119,8 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
     from inner.data.csv_rows import read_csv  # most runs have no .csv
 
-    return read_csv(name, path)
+    with path.open(encoding=ENCODING, newline="") as lines:
+        yield from read_csv(name, lines)
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
