@@ -101,7 +101,9 @@ def ask_child(
 def python_path() -> str:
     """Return this process's PYTHONPATH for a child in any folder, after this project's own folder."""
     told = os.environ.get("PYTHONPATH")
-    return os.pathsep.join(map(os.path.abspath, [Path(__file__).parents[2], *(told.split(os.pathsep) if told else ())]))
+    return os.pathsep.join(
+        map(os.path.abspath, [str(Path(__file__).parents[2]), *(told.split(os.pathsep) if told else ())])
+    )
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:
