@@ -112,8 +112,8 @@ KINDS: Mapping[str, EventKind] = {
         "its supervisor starts it again; l shows where it hung",
     ),
     "diverged": EventKind(
-        LOSS, "The replica's weights had another digest than the run's. The replica ended; its next session heals.",
-        "the next session heals from the bucket; if it comes again on that machine, use another one",
+        LOSS, "The replica's weights, or its base, had another digest than the run's. The next session heals.",
+        "the next session heals; if it comes again: another machine, or your own code writes to frozen weights",
     ),
     "outdated": EventKind(LOSS, "An object that a session needed was deleted (fleet.keep). The next session heals."),
     "bad_delta": EventKind(

@@ -149,8 +149,9 @@ def _diverged_words(report: Report, event: dict[str, Any], session: SessionSumma
     fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity) or far too large"
     advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
     if event["event"] == "diverged":
-        fault = "other weights than the run (another digest)"
-        advice = "its next session heals from the bucket; if it comes again on that machine, use another machine"
+        fault = "other weights than the run, or a changed base (another digest)"
+        advice = "its next session heals from the bucket; if it comes again, and on that machine alone, use another "
+        advice += "machine; if on several machines, your own code may write to frozen weights"
     often = f", {times} times by now" if times > 1 else ""
     text = f"{session.name} had {fault}{often}" + (f": {session.why}" if session.why else "")
     return trouble("diverged", text, advice, step=_step_of(report, event["at"]), slot=session.slot)

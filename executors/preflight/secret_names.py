@@ -18,7 +18,9 @@ import re
 import unicodedata
 
 KEY_FILE = re.compile(
-    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)", re.I
+    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)"
+    r"|(.*[ ._-])?access[ ._-]?keys?[^a-z]*\.csv|rootkey\.csv",  # AWS's downloads
+    re.I,
 )
 SSH_KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519).*", re.I)
 OWNED = r"((my|our|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|aws|api|access|auth|refresh)[._-]?)"

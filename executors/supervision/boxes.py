@@ -12,10 +12,10 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from diloco.run.record import Run
+from inner.usercode.rehearse import python_path
 
 MODULE = "inner.extras.boxes.sweep"
 ANSWER_S = 300.0
@@ -45,11 +45,10 @@ def sweep_boxes(run: Run) -> Swept:
 
 
 def _ask(command: list[str]) -> dict[str, Any]:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": python_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"trouble": f"the provider of boxes gave no answer within {ANSWER_S:.0f} s"}

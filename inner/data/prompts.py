@@ -8,9 +8,7 @@ read in the same way.  diloco/run/data_files.py first joins several files and Hu
 Not promised: types for a .csv; its columns are texts.
 """
 
-import csv
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -24,9 +22,6 @@ from inner.settings.task import DataSettings, setting_of
 from inner.tasks.spec import is_task
 
 ENCODING = "utf-8-sig"  # removes the mark that spreadsheets put before the first column's name
-LONGEST_FIELD = 2**31 - 1  # most characters of a .csv field
-UNNAMED = "\0"  # begins the key of a .csv column without a name; its number follows
-BEYOND = "beyond the header"  # key for fields of a .csv row beyond the header's columns
 TRL_OWN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 Row = dict[str, Any]
 Numbered = tuple[str, Any]  # (place in the file: "line 3" or "row 3"; the value that was read)
@@ -89,8 +84,6 @@ def read_rows(name: str, path: Path) -> Iterator[Numbered]:
         yield from read(name, path)
     except UnicodeDecodeError as error:
         raise InnerError(f"{name} cannot be read: {error}. Save it again, as UTF-8.") from error
-    except csv.Error as error:
-        raise InnerError(f"{name} is not a CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
 
 
 def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
@@ -124,35 +117,10 @@ def _read_json(name: str, path: Path) -> Iterator[Numbered]:
 
 
 def _read_csv(name: str, path: Path) -> Iterator[Numbered]:
-    csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
+    from inner.data.csv_rows import read_csv  # most runs have no .csv
+
     with path.open(encoding=ENCODING, newline="") as lines:
-        reader = csv.DictReader(lines, restkey=BEYOND)
-        names = list(reader.fieldnames or ())
-        first = names.index("") if "" in names else -1  # keeps the name "", so that inner.data.columns can rename it
-        reader.fieldnames = [column or ("" if i == first else f"{UNNAMED}{i + 1}") for i, column in enumerate(names)]
-        if twice := [column for column, n in Counter(reader.fieldnames).items() if n > 1]:
-            raise InnerError(
-                f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
-                "column a name of its own."
-            )
-        for where, row in _numbered(reader):
-            filled = [field for field in row.values() if field is not None]
-            if len(filled) == 1 and not str(filled[0]).strip():
-                continue  # a line of spaces; the module csv itself skips only empty lines
-            if None in row.values():  # DictReader's value for a field that the line does not have
-                raise InnerError(f"{name}, {where} has fewer fields than the header. Complete it, or take it out.")
-            yield where, _without_unnamed(name, where, row)
-
-
-def _without_unnamed(name: str, where: str, row: Row) -> Row:
-    """Return the row without nameless columns but the first. Raises InnerError unless they are empty or numbers."""
-    unnamed = [column for column in row if column.startswith(UNNAMED)]
-    if full := [column for column in unnamed if row[column].strip() and not row[column].isdigit()]:
-        raise InnerError(
-            f"{name}, {where} has the field {row[full[0]][:40]!r} in column {full[0][1:]}, which the header does not "
-            "name. Name the column in the header, or take it out."
-        )
-    return {column: value for column, value in row.items() if column not in unnamed}
+        yield from read_csv(name, lines)
 
 
 def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
@@ -232,10 +200,6 @@ def _blank(row: Row) -> str | None:
 
 def _check_columns(name: str, where: str, row: Row) -> None:
     """Raise InnerError for columns that TRL cannot pass to rewards under their own names."""
-    if BEYOND in row:
-        raise InnerError(
-            f"{name}, {where} has {len(row[BEYOND])} fields more than the header. Put quotes around texts with commas."
-        )
     if own := [column for column in TRL_OWN if column in row]:
         raise InnerError(
             f"{name}, {where}: column {own[0]!r} has a name under which TRL passes something else to rewards. Give it "

@@ -249,7 +249,9 @@ def _check_threshold(threshold: float, teachers: set[str], weights: Mapping[str,
     if weights is not None:
         unknown = sorted(teachers - set(weights))
         if unknown:
-            raise InnerError(f"teacher_weights has no weight for {unknown[0]!r}. Add it to {', '.join(weights)}.")
+            raise InnerError(
+                f"teacher_weights has no weight for {unknown[0]!r}. Add it: it has {', '.join(weights) or 'none'}."
+            )
         bad = [f"{t} = {w}" for t, w in weights.items() if not (isfinite(w) and w >= 0)]
         if bad:
             raise InnerError(f"teacher_weights: {bad[0]} is not a weight; give 0 or more.")

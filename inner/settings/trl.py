@@ -34,7 +34,8 @@ _INSTEAD = {
     "seed, at the top of the run.toml": ("seed", "data_seed", "full_determinism"),
     "inner.autocast": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
     "[inner.schedule]": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-    "inner.optimizer": ("optim", "optim_args", "optim_target_modules", "adam_epsilon"),
+    "inner.optimizer": ("optim", "optim_args", "optim_target_modules"),
+    "nothing: it is 1e-8, torch's default": ("adam_epsilon",),
     "inner.model and inner.revision": ("model_init_kwargs", "trust_remote_code"),
     "[inner.vllm]": (
         "use_vllm", "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
@@ -46,11 +47,11 @@ _INSTEAD = {
     "inner.grpo.objective": ("importance_sampling_level",),
     "`diloco status`, `diloco report` and fleet.log_rollouts, which show what a run logs": (
         "logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_on_each_node",
-        "log_level", "log_level_replica", "include_num_input_tokens_seen", "disable_tqdm", "report_to", "run_name",
-        "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "log_completions",
-        "log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo",
-        "skip_memory_metrics", "debug",
+        "log_level", "log_level_replica", "include_num_input_tokens_seen", "disable_tqdm", "trackio_space_id",
+        "trackio_bucket_id", "trackio_static_space_id", "log_completions", "log_multimodal", "num_completions_to_print",
+        "log_unique_prompts", "log_completions_hub_repo", "skip_memory_metrics", "debug",
     ),
+    "[log], which names the run's trackers": ("report_to", "run_name", "project"),
     "outer.snapshot_every, and `diloco export`, which writes a model": (
         "output_dir", "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit",
         "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
@@ -62,11 +63,15 @@ _INSTEAD = {
         "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
         "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
     ),
-    "nothing: the run trains, and its trainer neither evaluates nor predicts": (
-        "do_train", "do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size",
-        "prediction_loss_only", "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object",
-        "eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics", "num_generations_eval",
-        "average_tokens_across_devices", "label_smoothing_factor",
+    "[eval], which scores held-out prompts": (
+        "do_eval", "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
+        "eval_on_start", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps",
+        "include_for_metrics", "batch_eval_metrics", "num_generations_eval",
+    ),
+    "nothing: the run trains, and its trainer predicts nothing": ("do_train", "do_predict"),
+    "nothing: the policy loss counts the tokens of all devices itself": ("average_tokens_across_devices",),
+    "nothing: a reward has no labels to smooth; preference pairs have inner.replay.label_smoothing": (
+        "label_smoothing_factor",
     ),
     "nothing: a place says how many devices a replica has": (
         "use_cpu", "local_rank", "accelerator_config", "parallelism_config", "ddp_find_unused_parameters",
@@ -182,6 +187,8 @@ def _check_names(values: Mapping[str, Any]) -> None:
         if name not in TRL_FIELDS:
             near = get_close_matches(name, TRL_FIELDS, n=1)
             guess = f"did you mean {near[0]}? " if near else "correct the name, or leave it out. "
+            if near and near[0] in OWNED:
+                guess = f"you may mean {near[0]}{instead_in_words(OWNED[near[0]])}. "
             raise InnerError(
                 f"unknown setting inner.trl.{name}; {guess}TRL {TRL_VERSION}'s GRPOConfig has none of that name"
             )

@@ -8,6 +8,9 @@
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
     task_options.image       the provider's image or template for all tasks
 
+A link to a file of its folder becomes that file, and a link to a folder within a copied folder becomes a second copy.
+Other links mean nothing in a box: they are left out, and `plan` names them.
+
 Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks; files of more
 than 16 MiB.
 """
@@ -18,7 +21,7 @@ import posixpath
 import random
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 
 @dataclass(frozen=True)
 class HarborTask:
-    """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds."""
+    """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds.
+
+    left_out: links that no box gets."""
 
     name: str
     instruction: str
@@ -42,9 +47,10 @@ class HarborTask:
     tests: dict[str, str]
     agent_s: float
     verifier_s: float
+    left_out: list[Path] = field(default_factory=list[Path])
 
     def dump(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "left_out"}, sort_keys=True)
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
@@ -98,6 +104,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
+    left = list[Path]()
     try:
         told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
         instruction = (folder / "instruction.md").read_text("utf-8")
@@ -105,16 +112,16 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not isinstance(named, str):
             raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
         image = image or named
-        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment")
+        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment", left)
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
-    tests = _pack(folder / "tests", "/tests", folder / "tests")
+    tests = _pack(folder / "tests", "/tests", root=folder / "tests", left=left)
     if f"/{TEST}" not in tests:
         raise InnerError(f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/. Copy it there.")
     return HarborTask(
         name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
         agent_s=_seconds(told, "agent", folder),
-        verifier_s=_seconds(told, "verifier", folder),
+        verifier_s=_seconds(told, "verifier", folder), left_out=list(dict.fromkeys(left)),
     )  # fmt: skip
 
 
@@ -131,8 +138,10 @@ def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
     return float(found)
 
 
-def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them."""
+def _read_dockerfile(folder: Path, left: list[Path]) -> tuple[str, dict[str, str]]:
+    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them.
+
+    Adds links that are left out to `left`."""
     work, files = "/app", dict[str, str]()
     for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
@@ -142,7 +151,10 @@ def _read_dockerfile(folder: Path) -> tuple[str, dict[str, str]]:
             case (([] | ["FROM"]), _):
                 continue
             case ["COPY"], [*sources, target] if sources and plain:
-                files |= _copied(folder, sources, target, work, files)
+                to = _placed(work, target)
+                is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
+                is_folder |= any(path.startswith(f"{to}/") for path in files)
+                files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, left=left)
             case ["WORKDIR"], [target] if plain and _placed(work, target) != "/":
                 work = _placed(work, target)
             case [first], _ if first.startswith("#"):
@@ -159,17 +171,14 @@ def _placed(work: str, target: str) -> str:
     return "/" + posixpath.normpath(posixpath.join(work, target)).lstrip("/")
 
 
-def _copied(folder: Path, sources: list[str], target: str, work: str, files: dict[str, str]) -> dict[str, str]:
-    """Return path in the box -> base64 of one COPY: into a folder if `target` is one, else a file of that name."""
-    to = _placed(work, target)
-    is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
-    is_folder |= any(path.startswith(f"{to}/") for path in files)
+def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left: list[Path]) -> dict[str, str]:
+    """Return path in the box -> base64 of one COPY: into a folder if `to` is one, else a file of that name."""
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
-        inside = f"{to.rstrip('/')}/{path.name}" if is_folder and path.is_file() else to.rstrip("/")
-        copied |= _pack(path, inside, folder)
+        inside = f"{to}/{path.name}" if is_folder and path.is_file() else to
+        copied |= _pack(path, inside, root=folder, left=left)
     return copied
 
 
@@ -181,16 +190,37 @@ def _named(folder: Path, source: str) -> list[Path]:
     return found or [folder / inside]
 
 
-def _pack(source: Path, target: str, root: Path) -> dict[str, str]:
+def _pack(source: Path, target: str, *, root: Path, left: list[Path]) -> dict[str, str]:
     """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
 
-    A link to a file below `root` becomes that file; other links are left out, as they lead nowhere in a box."""
-    found = [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file())
-    paths = [p for p in found if p.resolve().is_relative_to(root.resolve())]
-    if found and not paths:
-        out = f"{found[0]} is a link that leads out of {root}, so it was left out"
-        raise InnerError(f"{out}, and {source} has no other file. Put a copy of the file in the link's place.")
-    if not paths or sum(p.stat().st_size for p in paths) > MOST_BYTES:
-        raise InnerError(f"{source} has no files, or more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
-    names = [target if source.is_file() else f"{target}/{p.relative_to(source)}" for p in paths]
-    return {name: base64.b64encode(p.read_bytes()).decode() for name, p in zip(names, paths, strict=True)}
+    Adds links that are left out to `left`."""
+    out, packed, size = list[Path](), dict[str, str](), 0
+    for path in [source] if source.is_file() else _files_below(source, (root.resolve(), source.resolve()), out):
+        name = target if path == source else f"{target}/{path.relative_to(source)}"
+        size += path.stat().st_size
+        if size > MOST_BYTES:
+            raise InnerError(f"{source} has more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
+        packed[name] = base64.b64encode(path.read_bytes()).decode()
+    if not packed and out:
+        raise InnerError(f"{source} has no files, but links that lead out of {root}, or nowhere: {out[0]}. Copy files.")
+    if not packed:
+        raise InnerError(f"{source} has no files, or is not there. Correct the path, or add its files.")
+    left += out
+    return packed
+
+
+def _files_below(
+    path: Path, roots: tuple[Path, Path], left: list[Path], above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """Yield the files below `path`, and those to which links lead; add links that lead elsewhere to `left`.
+
+    roots: files are below the first, and folders below the second.   above: folders that a loop of links would enter
+    again."""
+    real = path.resolve()
+    if path.is_file() and real.is_relative_to(roots[0]):
+        yield path
+    elif path.is_dir() and real.is_relative_to(roots[1]) and real not in above:
+        for one in sorted(path.iterdir()):
+            yield from _files_below(one, roots, left, above | {real})
+    elif path.is_symlink():
+        left.append(path)

@@ -85,19 +85,26 @@ def ask_child(
         whole["answer"] = str(Path(scratch, "answer.json"))
         whole["folders"] = [str(Path(path).absolute().parent) for path in files.values()] + [os.getcwd()]
         command = [sys.executable, "-P", "-m", module, json.dumps(whole)]
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         out = sys.stderr.fileno() if prints else subprocess.PIPE
         answer = Path(whole["answer"])
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=None if prints else subprocess.PIPE,
-                text=True, timeout=time_s, cwd=empty, env={**os.environ, "PYTHONPATH": path},
+                text=True, timeout=time_s, cwd=empty, env={**os.environ, "PYTHONPATH": python_path()},
             )  # fmt: skip
             late, code, stderr = False, done.returncode, done.stderr or ""
         except subprocess.TimeoutExpired:
             late, code, stderr = True, 0, ""
         written = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else None
         return Trying(late, written, code, stderr)
+
+
+def python_path() -> str:
+    """Return this process's PYTHONPATH for a child in any folder, after this project's own folder."""
+    told = os.environ.get("PYTHONPATH")
+    return os.pathsep.join(
+        map(os.path.abspath, [str(Path(__file__).parents[2]), *(told.split(os.pathsep) if told else ())])
+    )
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from diloco.events import KINDS
 from diloco.run.record import RunRecord
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.scope import STATUS
@@ -161,6 +162,8 @@ def test_a_replica_that_diverged_is_told_until_its_slot_is_counted_again() -> No
     assert seen.slot == "r01" and "θ of fragment 0" in seen.text
     assert "other weights than the run" in seen.text and "NaN" not in seen.text
     assert "another machine" in seen.advice and "inner.lr" not in seen.advice
+    for advice in (seen.advice, KINDS["diverged"].advice):  # one of its causes is on every machine (outer/frozen.py)
+        assert "another machine" in advice and "your own code" in advice and "frozen weights" in advice
     run.step(6)
     assert kinds(run) == []
 

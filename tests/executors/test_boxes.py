@@ -72,6 +72,16 @@ def test_a_task_that_no_local_box_holds_is_named(folder: Path, bwrap: str) -> No
     assert told.code == 2 and "the Harbor task one: a local box has this machine's /usr" in told.err
 
 
+@pytest.mark.parametrize("links", [1, 5])
+def test_links_that_no_box_gets_are_named(folder: Path, bwrap: str, links: int) -> None:
+    for i in range(links):
+        (folder / f"tasks/one/tests/{i}.txt").symlink_to("../instruction.md")
+    told = plan(folder, PATH=bwrap)
+    more = " and 2 more" if links > 3 else ""
+    assert told.code == 0 and "boxes do not get these links of Harbor tasks" in told.out, told
+    assert "tasks/one/tests/0.txt" in told.out and f"{min(links, 3) - 1}.txt{more}. If a task needs one" in told.out
+
+
 def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) -> None:
     write_task(folder / "tasks/two")
     (folder / "tasks/two/instruction.md").write_text("another one")

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 import pytest
 
 from diloco.process import exitcodes, processes
+from executors.cli.typed import option
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
 from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
 from executors.platforms.on_host.forkserver import ForkServer
+from executors.platforms.places import Place, make_executor
 from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.machine import machine_name
@@ -265,6 +267,12 @@ def test_a_missing_module_in_the_preload_list_hurts_nobody(tmp_path):
     made = LocalProcessExecutor(["no_such_module_anywhere", HERE], method="fork")
     assert made.collect(made.launch_replicas([spec(tmp_path, "exits", "0")]), timeout=WAIT_S)[0].ok
     made.close()
+
+
+@pytest.mark.parametrize(("typed", "names"), [("json,csv", ("json", "csv")), ("json", ("json",)), ("", ())])
+def test_an_option_names_the_modules_to_preload(typed, names):
+    made = make_executor(Place("local", options=dict([option(f"preload={typed}")])))
+    assert made._preload == names
 
 
 def test_handles_and_statuses_are_plain_json(forks, tmp_path):

@@ -36,12 +36,14 @@ KEPT = (
     "API_KEY.TXT", "APIkey.txt", "openaikey.txt", "openai_key.txt", "team_AWS_key.json", "wandb-key.txt", "my_key.txt",
     "openai_key.py", "acmetoken.txt", "acmeToken.JSON", "prodsecretfile.txt", "serviceaccountkey.json",
     "DBPASSWORD.INI", "id_rsa_example", "tóken.txt", "sécret.txt", "clé_API_KEY.txt", "我的token.txt",
-    "secrets_本番.py", "秘密/hf_tóken.py",
+    "accessKeys.csv", "bob_accessKeys.csv", "bob_accessKeys (1).csv", "access_keys.csv", "rootkey.csv",
+    "new_user_credentials.csv", "secrets_本番.py", "秘密/hf_tóken.py",
 )  # fmt: skip
 SENT = (
     "prod_secrets.template.json", "my_secrets.sample.json", "secretary.csv", "insulin_secretion.json", "nextToken.txt",
     "nexttoken.txt", "subtoken.json", "getSecrets.py", "loadcredentials.py", "read_tokens.py", "hf_keys.py",
     "answer_key.json", "keys.json", "monkeys.txt", "flaws_key.txt", "分词_token.py", "tokens_per_second.json",
+    "keys.csv", "access.csv", "access_keystrokes.csv", "answer_keys.csv",
 )  # fmt: skip
 
 

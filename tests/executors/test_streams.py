@@ -47,6 +47,14 @@ def test_closed_streams_change_no_exit_code(run: str, closed: str, verb: str) ->
     assert done.returncode == plain.returncode
 
 
+@pytest.mark.parametrize(("told", "printed"), [("ascii", "?"), ("ascii:backslashreplace", r"\u03b8")])
+def test_an_error_handler_that_the_user_names_stays(told: str, printed: str) -> None:
+    code = "from diloco.process.output import open_streams\nopen_streams()\nprint('\u03b8')"
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONIOENCODING": told}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.stdout == f"{printed}\n", done.stderr
+
+
 OPENS = """import os, sys
 from diloco.process.output import open_streams
 open_streams()

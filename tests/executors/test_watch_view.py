@@ -505,6 +505,18 @@ def test_half_written_records_and_odd_log_lines_are_passed_over_and_counted() ->
     shows(looks_at(run, 10 * STEP_S), "outer step 10 of 11", "starting", "4 lines or objects under log/ are not events")
 
 
+def test_a_look_or_a_second_that_comes_while_the_screen_goes_draws_nothing() -> None:
+    """On a slow machine: "No nodes match '#header' on Screen()"."""
+    looks, kept = looks_at(long_run(5, 2)), list[WatchApp]()
+
+    async def script(app, pilot) -> None:
+        kept.append(app)
+
+    play(looks, (100, 30), script, whole(looks))
+    kept[0].draw_ages()
+    kept[0].show(None, "no answer")
+
+
 # -------------------------------------------------------------------- a real terminal
 
 

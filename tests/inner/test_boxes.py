@@ -916,25 +916,55 @@ def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], me
         read_tasks(write_task(tmp_path / "task", **change))
 
 
-def test_links_to_files_of_the_folder_become_these_files_and_others_lead_nowhere(tmp_path: Path) -> None:
+def test_links_within_the_folder_are_packed_and_others_are_named(tmp_path: Path) -> None:
     """They were left out of the box without a word."""
     folder = write_task(tmp_path / "task")
+    repo = folder / "environment/repo"
     (folder / "tests/test.sh").rename(folder / "tests/real.sh")
     (folder / "tests/test.sh").symlink_to("real.sh")
+    (folder / "tests/words").symlink_to(folder / "instruction.md")
+    (repo / "sub/deep").mkdir(parents=True)
+    (repo / "sub/deep/x").write_text("x")
+    for name, target in {
+        "in.txt": "../Dockerfile", "sub/again": "deep", "out.txt": "../../task.toml", "gone": "nowhere", "round": ".",
+        "sub/deep/up": "..", "tests": "../../tests", "up": "..",
+    }.items():  # fmt: skip
+        (repo / name).symlink_to(target)
     (task,) = read_tasks(folder)
     assert task.tests["/tests/test.sh"] == task.tests["/tests/real.sh"]
-    (folder / "environment/repo/out.txt").symlink_to(folder / "task.toml")
-    (folder / "environment/repo/in.txt").symlink_to("../Dockerfile")
-    (folder / "environment/repo/round").symlink_to(".")
-    (folder / "environment/repo/gone").symlink_to("nowhere")
-    (task,) = read_tasks(folder)
-    assert sorted(task.files) == ["/app/given.txt", "/app/in.txt"]
+    assert sorted(task.files) == [f"/app/{name}" for name in ("given.txt", "in.txt", "sub/again/x", "sub/deep/x")]
+    assert [str(path.relative_to(folder)) for path in task.left_out] == [
+        *(f"environment/repo/{n}" for n in ("gone", "out.txt", "round", "sub/again/up", "sub/deep/up", "tests", "up")),
+        "tests/words",
+    ]
+    assert "left_out" not in task.dump(), "older replicas read the row, too"
+
+
+def test_folders_of_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "task")
+    (folder / "tests/real.sh").write_text("")
     (folder / "tests/test.sh").unlink()
     (folder / "tests/test.sh").symlink_to(folder / "instruction.md")
     with pytest.raises(InnerError, match=r"has no verifier: tests/test\.sh is a link out of tests/"):
         read_tasks(folder)
     (folder / "tests/real.sh").unlink()  # before: "tests has no files"
-    with pytest.raises(InnerError, match=r"tests/test\.sh is a link that leads out of .*, so it was left out, and"):
+    with pytest.raises(InnerError, match=r"tests has no files, but links that lead out of .*tests/test\.sh\."):
+        read_tasks(folder)
+    (folder / "environment/repo/given.txt").unlink()
+    (folder / "environment/repo/out").symlink_to(folder / "tests")
+    with pytest.raises(
+        InnerError, match=r"repo has no files, but links that lead out of .*environment, .*: .*repo/out\."
+    ):
+        read_tasks(folder)
+
+
+def test_files_and_links_of_more_than_16_mib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inner.tasks.harbor.MOST_BYTES", 1 << 20)
+    folder = write_task(tmp_path / "task")
+    (folder / "environment/repo/big").write_bytes(bytes(3 << 18))
+    assert read_tasks(folder)
+    (folder / "environment/repo/twice").symlink_to("big")
+    with pytest.raises(InnerError, match=r"repo has more than 1 MiB\. Build an image"):
         read_tasks(folder)
 
 

@@ -19,7 +19,7 @@ import torch
 from inner.errors import InnerError
 from inner.extras.engines.choose import use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
-from inner.extras.engines.mlx import MlxEngine, rotary_settings, window_of
+from inner.extras.engines.mlx import MlxEngine, longrope_fault, rotary_settings, window_of
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
 from inner.extras.engines.server import AdapterServer
 from inner.rollouts.acting import Sampler
@@ -406,7 +406,10 @@ NEOX = {"rotary_emb_base": 1e5, "rotary_pct": 1.0}
         ),
         (
             {"rope_parameters": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
-            {"rope_theta": 1e5, **NEOX, "rope_scaling": {"rope_theta": 1e5, "rope_type": "yarn", "factor": 4.0}},
+            {
+                **{"rope_theta": 1e5, **NEOX},
+                "rope_scaling": {"rope_theta": 1e5, "type": "yarn", "rope_type": "yarn", "factor": 4.0},
+            },
         ),
     ],
 )
@@ -428,3 +431,16 @@ def test_mlx_is_told_the_rotary_settings_that_transformers_5_writes_under_anothe
 )
 def test_a_sliding_window_bounds_what_mlx_may_sample(config: Any, window: float) -> None:
     assert window_of(config) == window
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+    ],
+)
+def test_longrope_beyond_the_original_length_is_refused(told: Any) -> None:
+    assert "MLX takes the long factors always" in longrope_fault({"max_position_embeddings": 131072, **told})
+    assert longrope_fault({"max_position_embeddings": 4096, **told}) == ""
+    assert longrope_fault({"max_position_embeddings": 131072, "rope_scaling": {"type": "su"}}) == ""

@@ -101,17 +101,31 @@ def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "first"),
-    [("prompt,answer,,\nx,y,,\n", ""), (",prompt,answer\n0,x,y\n", "0"), (",,prompt,answer\n3,4,x,y\n", "3")],
-)
-def test_the_first_column_without_a_name_keeps_it_and_others_are_none(tmp_path: Path, text: str, first: str) -> None:
-    """Empty ones of a spreadsheet, and the index that pandas writes."""
+    ("text", "fields"),
+    [
+        ("prompt,answer,,\nx,y,,\nx,y,,\n", ("", "")), (",prompt,answer\n0,x,y\n1,x,y\n", ("0", "1")),
+        (",,prompt,answer\n0,1.0,x,y\n1,2.0,x,y\n", ("0", "1")), (",prompt,answer\n7,x,y\n3,x,y\n", ("7", "3")),
+        (",prompt,,answer\n0,x,37,y\n1,x,2,y\n", ("37", "2")),
+        (",,prompt,answer\n1.0,no,x,y\n2.0,1,x,y\n", ("no", "1")),
+    ],
+)  # fmt: skip
+def test_of_columns_without_a_name_the_one_with_texts_stays(tmp_path: Path, text: str, fields: tuple[str, str]) -> None:
+    """Not the empty ones of a spreadsheet, nor the index that pandas writes: it took the place of a numeric answer."""
     (tmp_path / "train.csv").write_text(text)
-    assert read(tmp_path / "train.csv", DataSettings()) == [{"": first, "prompt": "x", "answer": "y"}]
+    assert read(tmp_path / "train.csv", DataSettings()) == [{"": f, "prompt": "x", "answer": "y"} for f in fields]
 
 
-def test_a_column_without_a_name_can_be_renamed(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text(",prompt\n4,2+2\n")
+@pytest.mark.parametrize("second", ["1,x,7", "1,x,2.5", "1,x,0"])
+def test_a_column_without_a_name_that_does_not_count_on_is_refused(tmp_path: Path, second: str) -> None:
+    (tmp_path / "train.csv").write_text(f",prompt,\n0,x,0\n{second}\n")
+    field = second.rpartition(",")[2]
+    with pytest.raises(InnerError, match=rf"row 2 has the field '{field}' in column 3, .* Name the column in the head"):
+        read(tmp_path / "train.csv", DataSettings(columns={"": "answer"}))
+
+
+@pytest.mark.parametrize("text", [",prompt\n4,2+2\n", ",prompt,\n0,2+2,4\n"])
+def test_a_column_without_a_name_can_be_renamed(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.csv").write_text(text)
     assert read(tmp_path / "train.csv", DataSettings(columns={"": "answer"})) == [{"answer": "4", "prompt": "2+2"}]
 
 

@@ -1,14 +1,16 @@
 """A reward that cannot be called as TRL calls it, or says the same of everything, hears what was meant."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from inner import InnerConfig, InnerError
 from inner.usercode.check import check_inner, constant_reward
-from inner.usercode.rehearse import rehearse
+from inner.usercode.rehearse import rehearse as rehearse_briefly
 
+rehearse = partial(rehearse_briefly, time_s=120.0)  # a busy machine imports torch in more than its own limit
 CHAT = [{"prompt": [{"role": "user", "content": "6 + 1?"}], "answer": "7"}] * 2
 TEXT = [{"prompt": "6 + 1?", "answer": "7"}] * 2
 
@@ -72,7 +74,7 @@ def test_the_advice_about_what_lies_beside_the_file_fits_a_run(tmp_path, monkeyp
     (tmp_path / "weights.json").touch()
     (tmp_path / "helper.py").touch()
     monkeypatch.chdir(shell)
-    found = rehearse(*config_of(tmp_path, f"{head}\n{ALL}return [1.0] * len(completions)\n"), time_s=100)
+    found = rehearse(*config_of(tmp_path, f"{head}\n{ALL}return [1.0] * len(completions)\n"))
     assert told in found.refused
 
 
@@ -125,6 +127,16 @@ def test_a_reward_that_knows_nothing_is_refused_unless_it_knows_a_later_row(tmp_
 def test_a_reward_that_tells_answers_apart_gives_no_warning(tmp_path):
     code = f"{ALL}return [float('7' in c[-1]['content']) for c in completions]"
     assert constant_reward(*config_of(tmp_path, code)) == ""
+
+
+def test_a_relative_pythonpath_means_this_folder(tmp_path, monkeypatch):
+    """Before: "libmod is not installed here", as the child has another working folder."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libmod.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    found = rehearse(*config_of(tmp_path, f"import libmod\n{ALL}return [float(len(str(c))) for c in completions]"))
+    assert not found.missing and not found.refused
 
 
 def test_a_refused_reward_hears_which_of_its_settings_were_taken_back(tmp_path):

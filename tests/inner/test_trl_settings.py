@@ -54,6 +54,13 @@ def test_what_the_run_owns_is_refused_with_what_to_use(name: str) -> None:
     ("values", "words"),
     [
         ({"topp": 0.9}, r"unknown setting inner\.trl\.topp; did you mean top_p\?"),
+        ({"learning_rat": 0.1}, r"learning_rat; you may mean learning_rate\. Use inner\.lr\. TRL 1"),
+        ({"do_predct": True}, r"you may mean do_predict\. Leave it out: the run trains, .*\. TRL 1"),
+        ({"adam_epsilon": 1e-6}, r"Leave it out: it is 1e-8, torch's default\."),
+        ({"label_smoothing_factor": 0.1}, r"Leave it out: a reward has no labels .* inner\.replay\.label_smoothing\."),
+        ({"average_tokens_across_devices": False}, r"Leave it out: the policy loss counts the tokens of all devices"),
+        ({"eval_steps": 5}, r"Use \[eval\]"),
+        ({"report_to": "wandb"}, r"Use \[log\]"),
         ({"zzzzzz": 1}, r"unknown setting inner\.trl\.zzzzzz; correct the name, or leave it out\. TRL 1"),
         ({"top_p": "high"}, r"inner\.trl\.top_p = 'high' must be float, not str"),
         ({"top_k": 3.5}, r"inner\.trl\.top_k = 3\.5 must be int, not float"),
@@ -348,6 +355,14 @@ def test_every_name_of_trl_is_known_wherever_it_is_written() -> None:
         said = str(refused.value)
         here = [f"inner.trl.{name}?", *([f"{name}?"] if name in keys else [])]
         assert "Use " in said or "Leave it out" in said or any(words in said for words in here), said
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_a_typing_error_is_not_answered_with_a_key_that_is_refused(name: str) -> None:
+    with pytest.raises(InnerError) as refused:
+        InnerConfig(trl={name[:-1]: 1})
+    guess = re.search(r"did you mean (\w+)\?", str(refused.value))
+    assert guess is None or guess[1] in HANDED_THROUGH, refused.value
 
 
 def test_every_place_that_a_name_is_told_exists() -> None:

@@ -149,6 +149,8 @@ class WatchApp(PlainApp):
     # ------------------------------------------------------------------ drawing
 
     def draw(self) -> None:
+        if not self.is_running:  # the screen goes, part by part
+            return
         self.draw_ages()
         picture = self.picture
         if picture is not None:
@@ -157,6 +159,8 @@ class WatchApp(PlainApp):
 
     def draw_ages(self) -> None:
         """Redraw the ages, which grow between two reads."""
+        if not self.is_running:
+            return
         width = self.screen_stack[0].size.width
         if self.picture is None:
             text = f"! {self.trouble}; asking again" if self.trouble else "reading …"

@@ -81,7 +81,7 @@ class LocalProcessExecutor(Executor):
 
     def __init__(
         self,
-        preload: Sequence[str] = (),
+        preload: Sequence[str] | str = (),
         *,
         folder: Path | None = None,
         method: str | None = None,
@@ -92,7 +92,8 @@ class LocalProcessExecutor(Executor):
         clock: Clock | None = None,
     ) -> None:
         super().__init__(clock)
-        self._preload = tuple(preload)
+        names = preload.split(",") if isinstance(preload, str) else preload  # a text: of --option
+        self._preload = tuple(filter(None, names))
         self._folder = folder
         self._method = method or ("fork" if FORK else "spawn")
         self._env = {**ONE_THREAD, **(env or {})}

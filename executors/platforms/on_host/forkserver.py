@@ -228,7 +228,11 @@ def preload(names: Sequence[str]) -> None:
     gc.freeze()  # so that a child's garbage collection does not copy shared memory pages
     if threading.active_count() > 1:
         running = [t.name for t in threading.enumerate()]
-        print(f"imports started threads ({running}), so a forked child may hang; see --option preload", file=sys.stderr)
+        print(
+            f"imports of {', '.join(names)} started threads ({running}), so a forked child may hang. Leave the module "
+            "out that starts them: --option preload=MODULE,MODULE",
+            file=sys.stderr,
+        )
 
 
 def serve() -> None:

@@ -23,8 +23,9 @@ from executors.preflight.place_faults import about_sandbox, may_bring
 from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget
 from inner.errors import InnerError
+from inner.settings.inner import InnerConfig
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import local_fault, read_tasks
+from inner.tasks.harbor import HarborTask, local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -58,29 +59,38 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
 
 
 def check_tasks(config: RunConfig) -> list[str]:
-    """Return a note if the verifiers of a run's Harbor tasks may take longer than inner.rewards.timeout_s.
-
-    Raise InnerError for a task that no local box can hold."""
+    """Return notes about a run's Harbor tasks.   Raise InnerError for a task that no local box can hold."""
     inner, task = config.inner, config.inner.data.task or ""
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
     if not task.startswith(f"{HARBOR}:") or not folder.is_dir():
         return []
-    is_local = inner.sampling.boxes == "local"
-    tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "" if is_local else "any")))
-    for one in tasks if is_local else ():
+    tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "")))
+    for one in tasks if inner.sampling.boxes == "local" else ():
         if fault := local_fault(one.image, (one.folder, *one.files)):
             raise InnerError(f"the Harbor task {one.name}: {fault}")
-    if not inner.rewards.timeout_s:
-        return []
-    longest = max(one.verifier_s for one in tasks)
+    return [*_left_out(tasks), *_slow_verifiers(inner, max(one.verifier_s for one in tasks))]
+
+
+def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
+    links = [str(path) for one in tasks for path in one.left_out]
+    if links:
+        more = f" and {len(links) - 3} more" if len(links) > 3 else ""
+        yield (
+            f"boxes do not get these links of Harbor tasks, which lead out of their folders, nowhere or in a circle: "
+            f"{', '.join(links[:3])}{more}. If a task needs one, copy its files there"
+        )
+
+
+def _slow_verifiers(inner: InnerConfig, longest: float) -> Iterator[str]:
+    """Yield a note if a batch's verifiers may take longer than inner.rewards.timeout_s.   longest: of one, seconds."""
     needed = longest * -(-inner.generation_size // inner.sampling.tool_workers)
-    if needed <= inner.rewards.timeout_s:
-        return []
-    return [
-        f"verifiers may take {longest:g} s each, {inner.generation_size} of them {needed:g} s (inner.sampling."
-        f"tool_workers = {inner.sampling.tool_workers}), and inner.rewards.timeout_s = {inner.rewards.timeout_s:g} "
-        "ends a batch's rewards: a slow verdict counts as a failed reward. Raise timeout_s or tool_workers"
-    ]
+    if 0 < (inner.rewards.timeout_s or 0) < needed:
+        yield (
+            f"verifiers may take {longest:g} s each, {inner.generation_size} of them {needed:g} s (inner.sampling."
+            f"tool_workers = {inner.sampling.tool_workers}), and inner.rewards.timeout_s = "
+            f"{inner.rewards.timeout_s:g} ends a batch's rewards: a slow verdict counts as a failed reward. Raise "
+            "timeout_s or tool_workers"
+        )
 
 
 def refuse_unpriced(sampling: SamplingSettings, budget: Budget) -> None:

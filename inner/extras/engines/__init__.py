@@ -1,1 +1,1 @@
-"""Engines that sample for an actor instead of TRL: a server, llama.cpp."""
+"""Engines that sample for an actor instead of TRL: a server, llama.cpp, MLX."""

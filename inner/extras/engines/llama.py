@@ -116,7 +116,7 @@ class _Sizes:
         self.architecture = kind = metadata["general.architecture"]
         if kind not in ARCHITECTURES:
             raise InnerError(
-                f"{path} has a model of the kind {kind}. The engine llama reads adapters only for the kinds "
+                f"{path} has a model of the kind {kind}. The engine llama_cpp reads adapters only for the kinds "
                 f"{', '.join(ARCHITECTURES)}. Leave --engine out"
             )
         self.blocks = int(metadata[f"{kind}.block_count"])

@@ -8,7 +8,8 @@ The model is the run's start model as a folder of transformers, or converted by 
 those of the weights that sampled.  With 8 bits a replica believes them; with 4 it doubts them (docs/weights.md).
 
 Not promised: layers that MLX names in another way than transformers (experts of a mixture); models whose caches are
-not keys and values of all tokens (state spaces); more tokens than a sliding window.  All are refused by name.
+not keys and values of all tokens (state spaces); more tokens than a sliding window; longrope beyond the original
+length, for which MLX has other angles.  All are refused by name.
 """
 
 import json
@@ -130,6 +131,8 @@ def _load_model(address: str, revision: str | None) -> tuple[Any, dict[str, Any]
         if not folder.is_dir():
             wanted = ["*.json", "model*.safetensors"]
             folder = Path(snapshot_download(address, revision=revision, allow_patterns=wanted))
+        if fault := longrope_fault(json.loads((folder / "config.json").read_text())):
+            raise InnerError(f"{address} {fault}")
         return load(folder, model_config=rotary_settings(folder))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, HfHubHTTPError, HFValidationError) as error:
         raise InnerError(
@@ -150,8 +153,23 @@ def rotary_settings(folder: Path) -> dict[str, Any]:
     found = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     found |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope.get("partial_rotary_factor", 1.0)}  # GPT-NeoX's
     if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope
+        found["rope_scaling"] = {"type": rope["rope_type"], **rope}  # some of MLX's models read `type`
     return {name: value for name, value in found.items() if config.get(name) is None}
+
+
+def longrope_fault(config: dict[str, Any]) -> str:
+    """Return why MLX has other angles than transformers for this config.json; "" if it has the same.
+
+    transformers takes the long factors from the original length on, MLX always."""
+    told = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    first = config.get("original_max_position_embeddings") or told.get("original_max_position_embeddings")
+    window = config.get("max_position_embeddings", 0)
+    if "longrope" not in (told.get("rope_type"), told.get("type")) or (first and window <= first):
+        return ""
+    return (
+        f"has rotary angles of the kind longrope, with short factors up to {first} tokens. MLX takes the long factors "
+        "always, so replicas would doubt its rollouts. Leave --engine out"
+    )
 
 
 def window_of(config: dict[str, Any]) -> float:

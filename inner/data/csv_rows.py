@@ -1,0 +1,81 @@
+"""Read the rows of a .csv file of prompts.
+
+    ,prompt,            0 │ What is 9+28? │ 37    ─▶ {"prompt": "What is 9+28?", "": "37"}
+    │        └ "" too, and has texts
+    └ "" counts the rows: dropped
+
+At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first that has texts,
+else the first.  Others are dropped if they are empty or count the rows.
+
+Not promised: an index that a program sorted or filtered, beside another column without a name.  The file is refused.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from inner.errors import InnerError
+
+Numbered = tuple[str, dict[str, Any]]  # ("row 3", its fields)
+LONGEST_FIELD = 2**31 - 1  # most characters of a field
+UNNAMED = "\0"  # and the column's number: key for a column without a name, before it is "" or dropped
+BEYOND = "beyond the header"  # key for a row's fields beyond the header's columns
+BEGINS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # first field of a column that counts the rows
+
+
+def read_csv(name: str, lines: Iterable[str]) -> Iterator[Numbered]:
+    """Yield the rows of a file's lines.   name: the setting, for messages.   Raises InnerError."""
+    csv.field_size_limit(LONGEST_FIELD)  # Python's own limit is 131,072 characters
+    try:
+        yield from _with_one_unnamed(name, _whole_rows(name, _open_rows(name, lines)))
+    except csv.Error as error:
+        raise InnerError(f"{name} is not a CSV file: {error}. Save it again as CSV, or as .jsonl.") from error
+
+
+def _open_rows(name: str, lines: Iterable[str]) -> Iterable[dict[Any, Any]]:
+    reader = csv.DictReader(lines, restkey=BEYOND)
+    names = [column or f"{UNNAMED}{i}" for i, column in enumerate(reader.fieldnames or (), 1)]
+    if twice := [column for column, n in Counter(names).items() if n > 1]:
+        raise InnerError(
+            f"{name}: the header names the column {twice[0]!r} twice, and only the last would be read. Give each "
+            "column a name of its own."
+        )
+    reader.fieldnames = names
+    return reader
+
+
+def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
+    """Yield rows that have a field for each column, without lines of spaces (csv skips empty ones itself)."""
+    for number, row in enumerate(rows, 1):
+        filled = [field for field in row.values() if field is not None]
+        if len(filled) == 1 and not str(filled[0]).strip():
+            continue
+        if None in row.values():  # DictReader's value for a field that the line does not have
+            raise InnerError(f"{name}, row {number} has fewer fields than the header. Complete it, or take it out.")
+        if BEYOND in row:
+            raise InnerError(
+                f"{name}, row {number} has {len(row[BEYOND])} fields more than the header. Put quotes around texts "
+                "with commas."
+            )
+        yield f"row {number}", row
+
+
+def _with_one_unnamed(name: str, rows: Iterable[Numbered]) -> Iterator[Numbered]:
+    begins, kept = dict[str, str](), ""
+    for number, (where, row) in enumerate(rows):
+        begins = begins or {column: row[column].strip() for column in row if column.startswith(UNNAMED)}
+        extra = [column for column in begins if not _counts(begins[column], row[column].strip(), number)]
+        kept = kept or next(iter([*extra, *begins]), "")
+        if full := [column for column in extra if column != kept]:
+            raise InnerError(
+                f"{name}, {where} has the field {row[full[0]][:40]!r} in column {full[0][1:]}, which the header does "
+                "not name. Name the column in the header, or take it out."
+            )
+        yield where, {"" if c == kept else c: field for c, field in row.items() if c == kept or c not in begins}
+
+
+def _counts(first: str, field: str, number: int) -> bool:
+    """Whether a column that begins with `first` is empty or counts the rows, by its field in row `number` (from 0)."""
+    begin = BEGINS.get(first)
+    return not field or (begin is not None and field in (str(begin + number), f"{begin + number}.0"))
