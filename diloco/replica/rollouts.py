@@ -149,7 +149,7 @@ class BucketPlaces:
     """The Places (inner/rollouts/recorded.py) of one slot.
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
-    staleness: outer steps by which an actor's bundle may be older.   anew: whether to ignore bundles of all others.
+    staleness: outer steps by which an actor's bundle may be older.   anew: whether to ignore bundles of other sessions.
     actor: the name of the actor that stores bundles here; "" for a replica.
     after_put: called when a place has its bundle.   door: decides which bundles of actors are used; None: all.
     """

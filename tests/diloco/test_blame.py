@@ -183,7 +183,7 @@ def test_the_planted_replica_is_named(tmp_path: Path) -> None:
     found = blamed(run, SINCE, SINCE + 5)
     assert found.harm is not None and found.harm.name == "r01" == found.ranked[0].name
     assert {one.left_out for one in found.without} == {5}
-    assert "r01 did most harm: without it, it would be" in "\n".join(blame_lines(found))
+    assert "r01 did most harm: without this offer, the number would be" in "\n".join(blame_lines(found))
     assert blamed(run, 0, SINCE).harm is None  # no replica did harm before
     assert "none is to blame" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
     unmeasured = blame_lines(blamed(run, SINCE, SINCE + 2, metric=False))
@@ -360,7 +360,7 @@ def test_a_number_by_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     run = planted(tmp_path / "run", since=1, steps=3)
     assert main(["blame", run.url, "--from", "1", "--", "sh", "-c", "wc -c < {model}/model.safetensors"]) == 0
     out = capfd.readouterr().out
-    assert "moved it most" in out and "not known: what the others would have sent" in out
+    assert "moved the number most" in out and "not known: what the others would have sent" in out
 
 
 def test_only_bisect_and_blame_take_a_command() -> None:
