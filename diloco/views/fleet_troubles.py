@@ -266,6 +266,6 @@ def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Tr
     if behind < 2 * every + SNAPSHOT_SLACK:
         return []
     troubles = [str(e["trouble"]) for e in report.of_kind("not_written") if e.get("trouble")][-1:]
-    text = f"the newest snapshot is that of outer step {newest}, {behind} steps ago; a snapshot is due every {every} steps"
+    text = f"the newest snapshot is that of outer step {newest}, {behind} steps ago; one is due every {every} steps"
     advice = "`diloco doctor URL` tests whether large objects can be written"
     return [trouble("snapshot_late", "; ".join([text, *troubles]), advice, step=newest + every)]

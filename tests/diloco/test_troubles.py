@@ -196,7 +196,7 @@ def test_a_snapshot_that_is_two_periods_old_is_told() -> None:
     assert list(found_in(report)) == []
     report.steps[-1].snapshot = 1
     seen = found_in(report)["snapshot_late"]
-    assert "that of outer step 1, 11 steps ago; a snapshot is due every 4 steps" in seen.text and seen.step == 5
+    assert "that of outer step 1, 11 steps ago; one is due every 4 steps" in seen.text and seen.step == 5
 
 
 def waiting(report: Report, fast_wait_s: float, slow_s: float) -> Report:

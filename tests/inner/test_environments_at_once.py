@@ -1,8 +1,11 @@
 """`reset`, `get_reward` and async tools of all rollouts at the same time, and the serial loop's results."""
 
 import asyncio
+import signal
+import sys
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from inner.rollouts.at_once.environments import drawn_environments, methods_at_once
+from inner.rollouts.at_once.environments import drawn_environments, methods_at_once, replace_hung
 from inner.rollouts.at_once.lanes import Lanes, in_order
 from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
@@ -237,6 +240,89 @@ def test_a_method_that_is_the_objects_own_attribute_stays_one() -> None:
     for _ in range(2):
         with methods_at_once([one], "reset", [{}], Lanes(2)):
             assert one.reset() == "its own"
+
+
+def interrupted(call: Any) -> None:
+    """Call it while a reward's limit interrupts the waiting thread, as deadline.py does."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGURG, interrupt)
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGURG))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGURG, before)
+
+
+@pytest.mark.parametrize("limit_s", [None, PATIENCE_S])
+def test_a_reward_that_is_interrupted_costs_its_rollout_alone(limit_s: float | None) -> None:
+    """It kept the place of its worker, so that no other environment was asked, and was called again beside itself."""
+    release, lanes = threading.Event(), Lanes(1, None, limit_s)
+    ones = [One(i, release.wait if i == 0 else None) for i in range(3)]
+    with methods_at_once(ones, "reset", [{}] * 3, lanes):  # a plain method stands for get_reward
+        interrupted(ones[0].reset)
+        assert ones[0].reset is not None and [one.reset() is None for one in ones] == [True, False, False]
+        assert lanes.hung == {0} and [one.times for one in ones] == [0, 1, 1]
+    release.set()
+
+
+def test_a_reward_that_exits_in_the_event_loop_has_made_an_error(loop: Any) -> None:
+    """It ended TRL's event loop, and the caller waited for ever."""
+
+    async def leave() -> None:
+        sys.exit(3)
+
+    async def first() -> Any:
+        return await one.get_reward()
+
+    one = One(0, leave)
+    with methods_at_once([one], "get_reward", [{}], Lanes(1)), pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        ask(loop, first())
+    assert loop.is_running()
+
+
+def test_an_object_that_lost_its_thread_is_replaced() -> None:
+    """Objects in order share one thread: when one call hung, the others' SQLite connections failed for ever."""
+    release, lanes = threading.Event(), Lanes(1, 0.05)
+    pool = [lanes.make(partial(One, i, release.wait if i == 0 else None), ordered=True) for i in range(3)]
+    for one in pool:
+        one._in_order = True
+    old, trainer = list(pool), SimpleNamespace(
+        lanes=lanes, environments=list(pool), _environment_pool={None: pool},
+        environment_factories={None: partial(lanes.make, partial(One, 9), ordered=True)},
+    )  # fmt: skip
+    for one in old:
+        assert not lanes.has_moved(one)
+    own = [{"reset": one.reset} for one in old]
+    tools = ToolsAtOnce(own, [[asks(("reset", {}))] for _ in old], lanes, environments=old).tools()
+    with pytest.raises(TimeoutError):
+        tools[0]["reset"]()
+    assert tools[1]["reset"]()[0] == 1 and all(map(lanes.has_moved, old))
+    replace_hung(trainer)
+    assert [one.number for one in pool] == [9, 9, 9] and not any(map(lanes.has_moved, pool))
+    assert not lanes.hung_tools
+    release.set()
+
+
+def test_environments_may_call_each_other_and_their_own_methods() -> None:
+    ones = [One(0), One(1)]
+    ones[0].meet = lambda: ones[1].reset()
+    with methods_at_once(ones, "reset", [{}] * 2, Lanes(1)):
+        assert [one.reset()[0] for one in ones] == [0, 1] and ones[1].times == 2
+
+
+def test_a_class_with_slots_is_made_where_its_reset_runs() -> None:
+    class Slotted:
+        __slots__ = ()
+
+    lanes = Lanes(2)
+    assert lanes.wrap(Slotted, Slotted) is Slotted and lanes.wrap(None, None) is None
+    assert lanes.wrap(One, One) is not One
 
 
 class Tidy:

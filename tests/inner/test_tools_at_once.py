@@ -197,6 +197,28 @@ def test_a_tool_that_hung_costs_its_rollout_in_its_own_generation() -> None:
     release.set()
 
 
+@pytest.mark.parametrize("name", ["function", "self", "given", "args", "limit_s", "row"])
+def test_an_argument_may_have_any_name(name: str) -> None:
+    """One model's argument `self` failed in another rollout, whose next call then waited for ever."""
+    _, found = together([{"t": lambda **given: given}] * 2, [asks(("t", {"a": 1})), asks(("t", {name: 2}))])
+    assert [found[0]["t"](), found[1]["t"]()] == [{"a": 1}, {name: 2}]
+
+
+def test_a_name_that_is_no_text_costs_no_other_rollout_its_call() -> None:
+    odd = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": ["t"], "arguments": {}}}]}
+    _, found = together([{"t": lambda: 1}] * 2, [odd, asks(("t", {}))])
+    assert found[1]["t"]() == 1
+
+
+def test_an_item_that_has_ended_is_not_kept() -> None:
+    """160 failed calls kept their frames until the next generation."""
+    messages = [[asks(("t", {}))] for _ in range(3)]
+    made = ToolsAtOnce([{"t": lambda: 1}] * 3, messages, lanes.Lanes(2))
+    for of_row in made.tools():
+        of_row["t"]()
+    assert not made._workers._open
+
+
 def test_a_tools_own_timeout_is_its_error() -> None:
     def late() -> None:
         raise TimeoutError("the server is slow")

@@ -24,13 +24,13 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, isfunction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inner.rollouts.at_once.lanes import Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order
+from inner.rollouts.at_once.lanes import Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order, is_in_lane
 
 
 def drawn_environments(trainer: Any, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -55,17 +55,18 @@ def environments_at_once(
     if rows is None:
         environments, given = trainer.environments, [{}] * len(trainer.environments)
     else:
-        _replace_hung(trainer)
+        replace_hung(trainer)
         hidden = {"environment"} if trainer._multi_environment else set[str]()  # TRL does not give this key to `reset`
         environments = drawn_environments(trainer, rows)
         given = [{key: value for key, value in row.items() if key not in hidden} for row in rows if environments]
     return methods_at_once(environments, method, given, trainer.lanes)
 
 
-def _replace_hung(trainer: Any) -> None:
+def replace_hung(trainer: Any) -> None:
     """Put new objects in the place of those that hung in the last batch, or whose tool did."""
     lanes: Lanes = trainer.lanes
     bad = {id(trainer.environments[row]) for row in lanes.hung | lanes.hung_tools}
+    bad |= {id(one) for pool in trainer._environment_pool.values() for one in pool if lanes.has_moved(one)}
     for name, pool in trainer._environment_pool.items() if bad else ():
         for i, one in enumerate(pool):
             if id(one) in bad:
@@ -84,7 +85,7 @@ def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
         trainer._reward_calls.host.emit(
             "warning",
             f"{len(lanes.hung)} of {rows} rollouts have no reward: `reset` or `get_reward` of their environment gave "
-            f"no answer for {lanes.limit_s:g} s (inner.sampling.environment_timeout_s)",
+            f"no answer {_in_time(lanes.limit_s)}",
         )
 
 
@@ -98,7 +99,7 @@ def methods_at_once(
     rollout that is there already."""
     of_object, hidden = dict[int, deque[int]](), []
     for row, one in enumerate(environments):
-        if hasattr(one, "__dict__") and hasattr(one, method):
+        if hasattr(one, "__dict__") and isfunction(getattr(type(one), method, None)):
             of_object.setdefault(id(one), deque()).append(row)
     by_kind = {kind: Workers(lanes.workers) for kind in (False, True)}  # plain and async calls
     late = in_order(environments) | lanes.hung
@@ -127,45 +128,65 @@ class _Waits:
     def __init__(
         self, function: Callable[..., Any], rows: deque[int], lanes: Lanes, lane: Lane, workers: Workers
     ) -> None:
-        self._function, self._rows, self._lanes, self._lane, self._workers = function, rows, lanes, lane, workers
+        self._function, self._order, self._lanes, self._lane, self._workers = function, rows, lanes, lane, workers
+        self._rows = deque(rows)
         self._early: WorkItem | None = None
+        self._newest: tuple[int, WorkItem] | None = None
 
     def add_early(self, given: Mapping[str, Any]) -> None:
         """Let the first call start with those of the other environments.   Else each call starts when it is made."""
-        self._early = WorkItem([Call(self._function, **given)], self._lanes.limit_s)
+        self._early = WorkItem([Call(self._function, given)], self._lanes.limit_s)
         self._workers.add(self._lane, self._early)
 
-    def __call__(self, **given: Any) -> Any:
-        if self._lane.is_here:  # the environment calls its own method
-            return self._function(**given)
+    def __call__(self, /, *args: Any, **given: Any) -> Any:
+        if is_in_lane():
+            return self._function(*args, **given)
         row = self._rows[0]
         self._rows.rotate(-1)
         if iscoroutinefunction(self._function):
-            return self._later(row, given)
-        if row in self._lanes.hung:
+            return self._later(row, args, given)
+        if self._hangs(row):
             return None
-        item = self._started(given)
+        item = self._started(row, args, given)
         try:
             return item.take(item.calls[0])
         except NoAnswer:
             self._lanes.hung.add(row)
             return None
+        except BaseException:  # the loop gives this batch's calls up; it may repeat all of them
+            self._rows = deque(self._order)
+            raise
 
-    async def _later(self, row: int, given: Mapping[str, Any]) -> Any:
-        if row in self._lanes.hung:
+    async def _later(self, row: int, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        if self._hangs(row):
             return None
-        item = self._started(given, asyncio.get_running_loop())
+        item = self._started(row, args, given, asyncio.get_running_loop())
         try:
-            return await item.calls[0].wait()
+            return await item.wait(item.calls[0])
         except NoAnswer:
             self._lanes.hung.add(row)
             return None
 
-    def _started(self, given: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None = None) -> WorkItem:
+    def _hangs(self, row: int) -> bool:
+        """Whether the rollout hangs: an earlier call took too long, or was interrupted and still runs."""
+        if self._newest is not None and self._newest[0] == row and self._newest[1].is_running:
+            self._lanes.hung.add(row)
+        return row in self._lanes.hung
+
+    def _started(
+        self, row: int, args: tuple[Any, ...], given: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None = None
+    ) -> WorkItem:
         item, self._early = self._early, None
         if item is not None:
             self._workers.start(loop)
-            return item
-        item = WorkItem([Call(self._function, **given)], self._lanes.limit_s, loop)  # again, or in order
-        self._lane.run(item)
+        else:  # again, or in order
+            item = WorkItem([Call(self._function, given, *args)], self._lanes.limit_s, loop)
+            self._lane.run(item)
+        self._newest = row, item
         return item
+
+
+def _in_time(limit_s: float | None) -> str:
+    if limit_s is None:
+        return "before a reward's limit (inner.rewards.timeout_s)"
+    return f"for {limit_s:g} s (inner.sampling.environment_timeout_s)"

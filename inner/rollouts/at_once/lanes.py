@@ -16,15 +16,17 @@ Not promised: that a call in a thread can be ended; thread-local state after a c
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import partial
 from inspect import iscoroutinefunction
 from queue import SimpleQueue
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 CLEAN_S = 1.0  # seconds for a cancelled async call to end
+_HERE = threading.local()
 STILL = "an earlier call of this rollout still hangs"
 
 
@@ -35,15 +37,11 @@ class NoAnswer(TimeoutError):
 class Call:
     """One call of a user's method.   began: when its limit begins (s, monotonic)."""
 
-    def __init__(self, function: Callable[..., Any], **given: Any) -> None:
+    def __init__(self, function: Callable[..., Any], given: Mapping[str, Any], *args: Any) -> None:
         self.is_async = iscoroutinefunction(function)
-        self.make = partial(function, **given)
+        self.make = partial(function, *args, **given)
         self.began = Future[float]()
         self.answer = Future[Any]()
-
-    async def wait(self) -> Any:
-        """Return the answer, or raise its error, without blocking the event loop."""
-        return await asyncio.wrap_future(self.answer)
 
 
 class WorkItem:
@@ -60,7 +58,7 @@ class WorkItem:
         self.loop = loop
         self._limit_s = limit_s
         self._lock = threading.Lock()
-        self._is_over = False
+        self.is_over = False  # True: each call has its answer
         self._tasks: list[Future[Any]] = []
         later = [call for call in calls if call.is_async]
         self._steps = [[call] for call in calls if not call.is_async] + ([later] if later else [])
@@ -69,19 +67,19 @@ class WorkItem:
         """Make the calls.   The lane's thread runs this."""
         for step in self._steps:
             with self._lock:
-                if self._is_over:
+                if self.is_over:
                     break
                 for call in step:
                     call.began.set_result(monotonic())
             done = self._await_all(step) if step[0].is_async else [_outcome(step[0].make)]
             with self._lock:
-                if self._is_over:
+                if self.is_over:
                     break
                 if step is self._steps[-1]:  # the loop may start the lane's next item as soon as it has the last answer
-                    self._is_over, self.is_running = True, False
+                    self.is_over, self.is_running = True, False
                     self.release()
                 for call, give in zip(step, done, strict=True):
-                    if not call.answer.done():  # a waiting coroutine that is cancelled cancels its answer
+                    with suppress(InvalidStateError):  # a waiting coroutine that is cancelled cancels its answer
                         give(call.answer)
         self.is_running = False
 
@@ -92,20 +90,32 @@ class WorkItem:
 
     def take(self, call: Call) -> Any:
         """Wait for a plain call. Return its result, or raise its error; NoAnswer if its limit is over."""
-        until = None if self._limit_s is None else call.began.result() + self._limit_s
         try:
+            until = None if self._limit_s is None else call.began.result() + self._limit_s
             return call.answer.result(None if until is None else max(0.0, until - monotonic()))
-        except TimeoutError:
-            if not call.answer.done():
-                self.give_up(too_late(self._limit_s), call)
-            return call.answer.result()  # the tool's own TimeoutError is here, too
+        except BaseException as error:  # a reward's limit may interrupt the wait
+            if call.answer.done():
+                return call.answer.result()  # the tool's own error, which may be a TimeoutError
+            is_late = isinstance(error, TimeoutError)
+            self.give_up(too_late(self._limit_s) if is_late else TimeoutError("the wait was interrupted"), call)
+            if not is_late:
+                raise
+            return call.answer.result()
+
+    async def wait(self, call: Call) -> Any:
+        """Return the answer of a call, or raise its error, without blocking the event loop."""
+        try:
+            return await asyncio.wrap_future(call.answer)
+        except asyncio.CancelledError:
+            self.give_up(TimeoutError("the wait was cancelled"), call)
+            raise
 
     def give_up(self, error: TimeoutError, late: Call | None = None) -> None:
         """End the item without its missing answers.   late: the call that gets `error`; None: all calls get it."""
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return
-            self._is_over = True
+            self.is_over = True
             for call in self.calls:
                 for future in (call.began, call.answer):
                     if not future.done():
@@ -119,7 +129,7 @@ class Lane:
     """The thread in which an environment's items run, one after another."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._items: SimpleQueue[WorkItem | None] = SimpleQueue()
         self._newest: WorkItem | None = None
 
@@ -128,28 +138,15 @@ class Lane:
         """Whether the newest item still runs.   TRL's loop waits for each item, so this one was given up."""
         return self._newest is not None and self._newest.is_running
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the caller is one of the lane's own calls."""
-        return threading.current_thread() is self._thread
-
     def run(self, item: WorkItem) -> None:
         """Start the item, in a new thread if the old one hangs."""
-        if self._thread is None or self.is_busy:
+        if self.thread is None or self.is_busy or not self.thread.is_alive():
             self._items.put(None)  # the old thread ends when its call does
             self._items = SimpleQueue()
-            self._thread = threading.Thread(target=_serve, args=(self._items,), daemon=True)
-            self._thread.start()
+            self.thread = threading.Thread(target=_serve, args=(self._items,), daemon=True)
+            self.thread.start()
         self._newest = item
         self._items.put(item)
-
-    def ask(self, function: Callable[..., Any], limit_s: float | None = None, **given: Any) -> Any:
-        """Return function(**given), called in this thread; raise NoAnswer after `limit_s` seconds."""
-        if self.is_here:
-            return function(**given)
-        item = WorkItem([Call(function, **given)], limit_s)
-        self.run(item)
-        return item.take(item.calls[0])
 
     def __del__(self) -> None:
         self._items.put(None)
@@ -164,28 +161,49 @@ class Lanes:
     def __init__(self, workers: int, tool_limit_s: float | None = None, limit_s: float | None = None) -> None:
         self.workers, self.tool_limit_s, self.limit_s = workers, tool_limit_s, limit_s
         self.hung, self.hung_tools = set[int](), set[int]()
-        self._lanes = dict[int, tuple[Any, Lane]]()  # id(environment) -> it, so that no other gets its id, and its lane
+        self._lanes = dict[int, _Resident]()  # by id(environment)
         self._ordered = Lane()
 
     def make(self, factory: Callable[[], Any], *, ordered: bool = False) -> Any:
         """Return factory(), called in the lane of the environment that it makes.   ordered: its class is _in_order."""
         lane = self._ordered if ordered else Lane()
-        made = lane.ask(factory)
-        self._lanes.setdefault(id(made), (made, lane))
+        item = WorkItem([Call(factory, {})])
+        lane.run(item)
+        made = item.take(item.calls[0])
+        self._lanes.setdefault(id(made), _Resident(made, lane, lane.thread))
         return made
 
     def wrap(self, factory: Callable[[], Any] | None, kind: type | None) -> Callable[[], Any] | None:
         """Return a factory that makes each environment of class `kind` in its lane; None without a factory."""
-        return factory and partial(self.make, factory, ordered=getattr(kind, "_in_order", False))
+        if factory is None or (kind is not None and kind.__dictoffset__ == 0):  # __slots__: `reset` cannot be hidden
+            return factory
+        return partial(self.make, factory, ordered=getattr(kind, "_in_order", False))
 
     def of(self, environment: Any) -> Lane:
         """Return the environment's lane."""
         lane = self._ordered if getattr(environment, "_in_order", False) else Lane()
-        return self._lanes.setdefault(id(environment), (environment, lane))[1]
+        return self._lanes.setdefault(id(environment), _Resident(environment, lane, None)).lane
+
+    def has_moved(self, environment: Any) -> bool:
+        """Whether an earlier call still runs in the thread that made the environment, or another thread replaces it."""
+        found = self._lanes.get(id(environment))
+        return (
+            found is not None
+            and found.thread is not None
+            and (found.lane.is_busy or found.lane.thread is not found.thread)
+        )
 
     def forget(self, environment: Any) -> None:
         """Drop an environment whose place another one takes."""
         self._lanes.pop(id(environment), None)
+
+
+class _Resident(NamedTuple):
+    """An environment, which keeps its id while it is here, its lane, and the thread that made it; None: another one."""
+
+    environment: Any
+    lane: Lane
+    thread: threading.Thread | None
 
 
 class Workers:
@@ -194,12 +212,12 @@ class Workers:
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting = deque[tuple[Lane, WorkItem]]()
-        self._items: list[WorkItem] = []
+        self._open = set[WorkItem]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.RLock()
 
     def add(self, lane: Lane, item: WorkItem) -> None:
-        self._items.append(item)
+        self._open.add(item)
         self._waiting.append((lane, item))
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
@@ -207,21 +225,27 @@ class Workers:
         with self._lock:
             self._loop = self._loop or loop
             while self._free and self._waiting:
-                self._free -= 1
                 lane, item = self._waiting.popleft()
-                item.release, item.loop = self._end_one, item.loop or self._loop
-                lane.run(item)
+                if item.is_over:  # the loop gave it up while it waited
+                    continue
+                self._free -= 1
+                item.release, item.loop = partial(self._end_one, item), item.loop or self._loop
+                try:
+                    lane.run(item)
+                except RuntimeError as error:  # no further thread can be started
+                    item.give_up(TimeoutError(str(error)))
 
-    def _end_one(self) -> None:
+    def _end_one(self, item: WorkItem) -> None:
         with self._lock:
             self._free += 1
+            self._open.discard(item)  # its answers may be large
             self.start()
 
     def close(self) -> None:
         """Give up the items that have not ended. Those that have not begun are not made."""
         with self._lock:
             self._waiting.clear()
-        for item in self._items:
+        for item in tuple(self._open):
             item.give_up(TimeoutError("the batch was over before this call ended"))
 
 
@@ -232,9 +256,17 @@ def in_order(environments: Iterable[Any]) -> set[int]:
     return {i for i, one in enumerate(found) if getattr(one, "_in_order", False) or times[id(one)] > 1}
 
 
+async def _without_exit(make: Callable[[], Any]) -> Any:
+    """Await the call.   In a task, sys.exit() would end the event loop."""
+    try:
+        return await make()
+    except (SystemExit, KeyboardInterrupt) as end:
+        raise RuntimeError(f"the call raised {end!r}") from end
+
+
 async def within(limit_s: float | None, call: Call) -> Any:
     """Return the result of an async call; cancel it after `limit_s` seconds, and raise NoAnswer."""
-    task = asyncio.ensure_future(call.make())
+    task = asyncio.ensure_future(_without_exit(call.make))
     try:
         done, _ = await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
@@ -247,11 +279,17 @@ async def within(limit_s: float | None, call: Call) -> Any:
     return task.result()
 
 
+def is_in_lane() -> bool:
+    """Whether the caller runs in a lane: an environment that calls its own method, or another one's."""
+    return getattr(_HERE, "is_lane", False)
+
+
 def too_late(limit_s: float | None) -> NoAnswer:
     return NoAnswer(f"the tool gave no answer within {limit_s:g} s")
 
 
 def _serve(items: "SimpleQueue[WorkItem | None]") -> None:
+    _HERE.is_lane = True
     while (item := items.get()) is not None:
         item.run()
         del item  # and with it the environment that its calls hold

@@ -79,15 +79,15 @@ class ToolsAtOnce:
     def _instead_of(self, tool: Callable[..., Any], row: int) -> Callable[..., Any]:
         if row in self._in_order:
             if _is_async(tool):
-                return lambda **given: within(self._lanes.tool_limit_s, Call(tool, **given))
+                return lambda **given: within(self._lanes.tool_limit_s, Call(tool, given))
             return lambda **given: self._result(row, *self._alone(row, tool, given))
         if _is_async(tool):
-            return lambda **_: self._next_call(row)[1].wait()
+            return lambda **_: _wait(*self._next_call(row))
         return lambda **_: self._result(row, *self._next_call(row))
 
     def _alone(self, row: int, tool: Callable[..., Any], given: Mapping[str, Any]) -> tuple[WorkItem, Call]:
         self._check_free(row)
-        item = WorkItem([Call(tool, **given)], self._lanes.tool_limit_s)
+        item = WorkItem([Call(tool, given)], self._lanes.tool_limit_s)
         self._lane_of[row].run(item)
         return item, item.calls[0]
 
@@ -126,10 +126,15 @@ class ToolsAtOnce:
     def _call(self, row: int, asked: Mapping[str, Any]) -> Call | None:
         """Return the call; None if TRL's loop does not make it: another type, unknown name, arguments without names."""
         function = asked.get("function") if asked.get("type") == "function" else None
-        tool = self._tools[row].get(function["name"]) if function else None
+        name = function.get("name") if function else None
+        tool = self._tools[row].get(name) if isinstance(name, str) else None
         arguments = function.get("arguments") if function else None
         by_name = isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments)
-        return Call(tool, **arguments) if tool is not None and by_name else None  # type: ignore[arg-type]
+        return Call(tool, arguments) if tool is not None and by_name else None  # type: ignore[arg-type]
+
+
+def _wait(item: WorkItem, call: Call) -> Any:
+    return item.wait(call)
 
 
 def _is_async(tool: Callable[..., Any]) -> bool:
