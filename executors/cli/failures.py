@@ -35,10 +35,12 @@ def explain_error(error: Exception) -> tuple[str, int]:
     from diloco.process.disk import full_disk_words, is_full
     from diloco.views.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
-    from rendezvous.errors import GaveUp, StoreUnclear
+    from rendezvous.errors import GaveUp, StoreFull, StoreUnclear
 
     if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
+    if isinstance(error, StoreFull):
+        return f"{error}, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error) and error.filename == "<stdout>":
         return LOST, exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
