@@ -1,5 +1,7 @@
 """Folders that a command writes into: its own, or none; and commands that are printed to be copied."""
 
+import errno
+import os
 import re
 import shlex
 from contextlib import suppress
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from executors.cli.checking.init import init
+from executors.cli.failures import explain_error
 from executors.cli.main import main
 from executors.cli.writing.exported import MARK, fresh_folder, mark_export, refuse_export, replace_export
 from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
@@ -104,6 +107,12 @@ def test_a_later_export_leaves_no_file_of_the_earlier_one(tmp_path: Path) -> Non
             assert replace_export(to, made, "file:///run", 3) == sorted(files)
         (to / "mine.txt").write_text("mine")
     assert sorted(p.name for p in to.rglob("*") if p.is_file()) == ["config.json", MARK, "mine.txt"]
+
+
+def test_a_full_disk_is_named_by_the_export_s_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as told, fresh_folder(tmp_path / "to"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it
+    assert explain_error(told.value)[0].startswith(f"no space left on this machine's disk for its files ({tmp_path}/to)")
 
 
 def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
