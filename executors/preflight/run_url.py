@@ -37,7 +37,7 @@ def checked_url(url: str) -> str:
         open_store(url)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None
-    return url
+    return url.replace("file://localhost/", "file:///", 1) if url.startswith("file://localhost/") else url
 
 
 def is_folder(url: str) -> bool:
