@@ -22,6 +22,7 @@ from diloco.runlog.reached import refuse_broken_chain
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import Clock
+from rendezvous.errors import StoreFull
 from rendezvous.keeping.budget import parts_of
 from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
 from rendezvous.keeping.reach import Reach, newest_head, read_reach
@@ -105,10 +106,21 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
 
 
 def collect(run: Run, plan: Plan, clock: Clock) -> None:
-    """Write `keep` to a control record, then delete the plan's blobs.   Replicas still obey fleet.keep."""
-    write_control(run.store, clock, keep=plan.keep)
+    """Write `keep` to a control record, then delete the plan's blobs.   Replicas still obey fleet.keep.
+
+    On a full disk, the first blobs go before the record, until there is room for it."""
     store = PatientStore(run.store, clock, PATIENCE_S)
-    for at in range(0, len(plan.keys), AT_ONCE):
+    room = 0
+    while True:
+        try:
+            write_control(run.store, clock, keep=plan.keep)
+            break
+        except StoreFull:
+            if room == len(plan.keys):
+                raise
+            store.delete(plan.keys[room : room + 1])
+            room += 1
+    for at in range(room, len(plan.keys), AT_ONCE):
         store.delete(plan.keys[at : at + AT_ONCE])
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.model.fetch import fetch_files
-from diloco.process.disk import full_disk_words, is_full
+from diloco.process.disk import is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_model, read_run
 from inner.models.naming import is_on_hub
@@ -50,6 +50,8 @@ def publish(url: str) -> int:
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
     except (RendezvousError, OSError) as error:
+        from diloco.process.full_disk import full_disk_words
+
         full = full_disk_words(error, "it") if isinstance(error, OSError) and is_full(error) else ""
         words = f"{full}; free some space, then `diloco resume RUN`" if full else error
         print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)

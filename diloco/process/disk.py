@@ -6,7 +6,6 @@
 
     retry_when_full(session, "the start model", fetch)
         ── ENOSPC ──▶ note "no space left on …: free some" ──▶ again … ──▶ GaveUp
-    full_disk_words(error, "the start model")      for processes that do not wait: command, container, publishing child
 
 A folder without an .alive is not removed: it may be new, or another program's.
 
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from diloco.process.output import FULL
-from rendezvous.errors import GaveUp
 
 if TYPE_CHECKING:
     from diloco.process.session import Session
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PREFIX = "replica-"
 ALIVE = ".alive"
-AGAIN_S = 2.0  # between two tries
 
 
 class Scratch:
@@ -78,7 +75,9 @@ def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: 
         except OSError as error:
             if not is_full(error):
                 raise
-            _wait_for_space(session, what, error, session.clock.now() - began, check)
+            from diloco.process.full_disk import wait_for_space
+
+            wait_for_space(session, what, error, session.clock.now() - began, check)
 
 
 def is_full(error: OSError) -> bool:
@@ -86,31 +85,3 @@ def is_full(error: OSError) -> bool:
     return error.errno in FULL or (
         isinstance(error, FileNotFoundError) and "No usable temporary" in str(error.strerror)
     )
-
-
-def full_disk_words(error: OSError, what: str) -> str:
-    """Return the message that there is no space for `what`, and in which folder."""
-    where = os.path.dirname(error.filename) if isinstance(error.filename, str) else _temporary_folder(error)
-    return f"no space left on this machine's disk for {what} ({where})"
-
-
-def _wait_for_space(session: "Session", what: str, error: OSError, waited: float, check: Callable[[], None]) -> None:
-    full = full_disk_words(error, what)
-    if waited > session.timing.give_up:
-        more = f"The process waited {waited:.0f} s. Free some space, then run the same command again"
-        raise GaveUp(f"{full}. {more}") from error
-    text = f"{full}; free some space, and it continues by itself"
-    if session.rv.members.status.note != text:
-        session.emit("disk_full", text=text)
-        session.rv.members.status.note = text
-    check()
-    session.flush_soon()
-    session.clock.sleep(AGAIN_S)
-
-
-def _temporary_folder(error: OSError) -> str:
-    """Return the folder of this process's temporary files, or the folders that tempfile tried."""
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:
-        return str(error.strerror).partition("[")[2].rstrip("]").replace("'", "")

@@ -74,7 +74,7 @@ class Session:
         self._slot = slot
         self._journal: Journal | None = None
         self._parent_alive = parent_alive
-        self._alone_since = 0.0
+        self._alone_since = self._until = self._ends = 0.0
         self._alone_at: tuple[str, int, int] | None = None
         self._early: list[tuple[str, dict[str, Any]]] = []  # emitted before there was a journal
         if (sealed := as_sealed(store)) is not None:
@@ -188,11 +188,18 @@ class Session:
         if not self._parent_alive():
             what = "the process that launched this replica is gone"
             self._leave_abandoned("its launcher is gone", what, ORPHAN_GRACE_S + self._pace_s())
-        elif 0 < self.rv.members.wanted.until <= self.clock.wall():
+        elif self._is_lease_over():
             what = "the supervisor did not extend the budget's lease"
             self._leave_abandoned("the budget's lease is over", what, ORPHAN_GRACE_S)  # no extra time: it costs money
         else:
             self._alone_since, self._alone_at = 0.0, None
+
+    def _is_lease_over(self) -> bool:
+        """Whether `until` has passed.  A change of the wall clock after the first look at it does not count."""
+        until, now = self.rv.members.wanted.until, self.clock.now()
+        if until != self._until:
+            self._until, self._ends = until, now + until - self.clock.wall()
+        return until > 0 and self._ends <= now
 
     def _end_without_heartbeat(self, error: BaseException) -> None:
         """Make the training thread raise HeartbeatLost at its next inner step; end the process by force if it hangs."""

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 SLOW_CODEC = (
     "the compiled kernels of the codecs are missing ({why}): packing, means and sums take about three times as long, "
-    "with the same bits. Install a C compiler there (gcc, libc6-dev)"
+    "with the same bits. Remove the cause; a C compiler is in gcc and libc6-dev"
 )
 Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]  # build_loop, manager_of, evaluator_of
 ZEROS = "zeros"  # the folder of a start model without its weights

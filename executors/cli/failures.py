@@ -5,6 +5,8 @@
 Not promised: that the same command works later; the text says when it may.
 """
 
+import os
+
 BUSY = (
     "The bucket is busy or cannot be reached from here. The command itself is right: repeat it later. Running "
     "replicas wait for the bucket, too"
@@ -36,17 +38,27 @@ def explain_error(error: Exception) -> tuple[str, int]:
     """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the
     same command may work later, and the exit code says so."""
     from diloco.process import exitcodes
-    from diloco.process.disk import full_disk_words, is_full
+    from diloco.process.disk import is_full
     from diloco.views.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
-    from rendezvous.errors import GaveUp, StoreUnclear
+    from rendezvous.errors import GaveUp, StoreFull, StoreUnclear
 
     if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
+    if isinstance(error, StoreFull):
+        return f"{error}, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error) and error.filename == "<stdout>":
         return LOST, exitcodes.GAVE_UP
     if isinstance(error, OSError) and is_full(error):
-        return f"{full_disk_words(error, 'its files')}; free some space, then repeat the command", exitcodes.GAVE_UP
+        full = f"no space left on this machine's disk for its files{_where(error)}"
+        return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, PermissionError) and error.filename:
         return CLOSED.format(error.filename), exitcodes.USER_ERROR
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
+
+
+def _where(error: OSError) -> str:
+    """Return " (FOLDER)" if the error names its file, or the folders that tempfile tried; else ""."""
+    named = isinstance(error.filename, str)
+    where = os.path.dirname(error.filename) if named else str(error.strerror).partition("[")[2].rstrip("]")
+    return f" ({where})" if where else ""

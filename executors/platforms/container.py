@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from diloco.process import exitcodes
-from diloco.process.disk import full_disk_words, is_full
+from diloco.process.disk import is_full
+from diloco.process.full_disk import full_disk_words
 from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
@@ -84,7 +85,7 @@ class LauncherWord:
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
-        self._until = time.time() + lease_s
+        self._until, self._ends = 0.0, time.monotonic() + lease_s
         self.look_s = lease_s / 4 if self._ask else FOREVER_S
 
     @property
@@ -92,8 +93,9 @@ class LauncherWord:
         if self._ask is None:
             return False
         with suppress(Exception):  # without an answer, the lease that we know stays in force
-            self._until = max(self._until, self._ask())
-        return time.time() > self._until
+            if (until := self._ask()) > self._until:
+                self._until, self._ends = until, max(self._ends, time.monotonic() + until - time.time())
+        return time.monotonic() > self._ends
 
 
 def _run_child(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.process.disk import full_disk_words, is_full
+from diloco.process.disk import is_full
 from diloco.process.output import FULL
 from diloco.process.own_files import read_json
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status, Unavailable
@@ -205,5 +205,7 @@ def launches_wait(what: str) -> Iterator[None]:
 
 def no_launch(error: OSError, what: str, folder: str = "") -> Unavailable:
     """Return an error for a launch without disk space.   folder: the folder without space, if `error` names no file."""
+    from diloco.process.full_disk import full_disk_words
+
     words = f"no space left on this machine's disk for {what} ({folder})" if folder else full_disk_words(error, what)
     return Unavailable(f"{words}. Free some space. Until then, no replica is started; running replicas continue")

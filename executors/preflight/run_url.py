@@ -22,7 +22,7 @@ class UsageError(ValueError):
 def shareable_url(url: str) -> str:
     """Return the URL of a run that several processes can see.  Raises UsageError."""
     if url.startswith("memory://"):
-        raise UsageError(f"{url} is in the memory of one process; a run has several. Use a folder, e.g. --run runs/mine")
+        raise UsageError(f"{url} is the memory of one process, and a run has several. Use a folder: --run runs/mine")
     return checked_url(url)
 
 
@@ -37,7 +37,7 @@ def checked_url(url: str) -> str:
         open_store(url)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None
-    return url
+    return url.replace("file://localhost/", "file:///", 1) if url.startswith("file://localhost/") else url
 
 
 def is_folder(url: str) -> bool:

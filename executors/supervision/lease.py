@@ -18,7 +18,7 @@ from diloco.runlog.reader import SUPERVISOR
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, claims_above, newest_claim, read_beat
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, StoreError
+from rendezvous.errors import Fenced, StoreError, StoreRefused
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Readable, Store
@@ -36,12 +36,13 @@ class Supervised(RuntimeError):
 
 @dataclass
 class Lease:
-    """The right to launch replicas of one run."""
+    """The right to launch replicas of one run.   trouble: why the store refused the last heartbeat, or ""."""
 
     store: Store
     clock: Clock
     generation: int
     beats: int = 0
+    trouble: str = ""
 
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
@@ -71,8 +72,9 @@ class Lease:
         )  # fmt: skip
         try:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
-        except StoreError:
-            return  # heartbeats are advisory: a missing one does no harm
+            self.trouble = ""
+        except StoreError as error:  # heartbeats are advisory: a missing one does no harm
+            self.trouble = str(error) if isinstance(error, StoreRefused) else ""
 
     def keep_while(self, act: Callable[[], T]) -> T:
         """Call `act`, which may take minutes on a platform, and write heartbeats meanwhile."""

@@ -7,6 +7,7 @@
                                                             it has no live process and can show no late one any more
                                                          ─▶ read every heartbeat once more: none changes
                                                          ─▶ stop the run's boxes, if it has any (boxes.py)
+    no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine
 
     --purge: control: places, former ──▶ each executor's purge ──▶ descriptions
 
@@ -45,7 +46,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control
 from rendezvous.agreement.salvage import read_standing_control, write_stop
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RendezvousError
+from rendezvous.errors import Fenced, RendezvousError, StoreFull, StoreReadOnly
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
@@ -125,9 +126,26 @@ def _is_over(store: Store, now: float) -> bool:
 
 
 def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[[str], None]) -> None:
-    if lost := write_stop(store, clock):
+    try:
+        lost = write_stop(store, clock)
+    except (StoreFull, StoreReadOnly) as error:
+        say(
+            f"warning: the request to stop could not be written: {error}\nwarning: processes of this machine get a "
+            "signal instead, and platforms cancel theirs; a supervisor elsewhere does not know of this stop"
+        )
+        return _signal_here(store, signal.SIGTERM)
+    if lost:
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
     say(f"asked every replica to leave; they offer what they have first, within {duration(patience.seconds())}")
+
+
+def _signal_here(store: Store, number: signal.Signals) -> None:
+    """Signal the run's processes on this machine: first the supervisor, which would start replicas again."""
+    supervisor = _other_supervisor(store)
+    claimed = [] if supervisor is None else [claimed_process(store.url, supervisor)]
+    for process in [*claimed, *_local_processes(store)]:
+        if process is not None:
+            processes.send_signal(process.pid, process.started, number, run=store.url)
 
 
 def _end_everything(
@@ -163,12 +181,18 @@ def _end_boxes(store: Store) -> list[End]:
 
 
 def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
-    """Seize the supervisor's lease, so that no supervisor launches any more; None if no process is left to end."""
+    """Seize the supervisor's lease, so that no supervisor launches any more; None if no process is left to end.
+
+    Without room for the claim, the processes of this machine are killed."""
     if not (launches.look() or launches.unbooked or launches.strangers) and supervisor_of(store) is None:
         return None
-    with suppress(Fenced):
+    try:
         return Lease.seize(store, clock)
-    return None
+    except Fenced:
+        return None
+    except (StoreFull, StoreReadOnly):
+        _signal_here(store, signal.SIGKILL)
+        return None
 
 
 def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:

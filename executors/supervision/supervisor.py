@@ -62,6 +62,7 @@ from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError, StoreFull, StoreUnclear
 
 FAILED = 1
+WAITING = "waiting for the store, as the replicas do"
 TICK_S = 0.2
 PATIENCE_S = 120.0
 RENTED_GRACE_S = 40.0  # GRACE_S on a platform, which passes the request on; the rest of END_S is for its report
@@ -204,13 +205,17 @@ class Supervisor:
         try:
             outcome = self.tick()
             self._trouble_since = None
+            if self.lease.trouble:  # a full disk: the replicas wait, and no event can say so
+                self._say_waiting(f"{WAITING}: {self.lease.trouble}")
+            else:
+                self._said_at = float("-inf")
             return outcome
         except StoreError as error:  # the replicas wait for the store, too; nothing is lost meanwhile
             patience_s = self.run.timing.give_up if isinstance(error, StoreFull | StoreUnclear) else PATIENCE_S
             if self._killing:  # a second Ctrl-C kills without waiting for the store
                 with suppress(ExecutorError):  # a later tick asks again
                     self.slots.cancel([t for t in self.slots.all() if t.running], 0.0)
-            self._wait_out(error, f"waiting for the store, as the replicas do: {error}", patience_s)
+            self._wait_out(error, f"{WAITING}: {error}", patience_s)
         except ExecutorError as error:
             if not (isinstance(error, Unavailable) or self.slots.anybody):
                 return Outcome(exitcodes.USER_ERROR, str(error))
@@ -224,14 +229,15 @@ class Supervisor:
 
     def _wait_out(self, error: Exception, text: str, patience_s: float) -> None:
         now = self.clock.now()
-        if self._trouble_since is None:
-            self._trouble_since = now
-            self._said_at = float("-inf")
-        if now - self._said_at >= REPORT_S:
-            print(text, file=sys.stderr, flush=True)
-            self._said_at = now
+        self._trouble_since = now if self._trouble_since is None else self._trouble_since
+        self._say_waiting(text)
         if now - self._trouble_since > patience_s:
             raise error
+
+    def _say_waiting(self, text: str) -> None:
+        if self.clock.now() - self._said_at >= REPORT_S:
+            print(text, file=sys.stderr, flush=True)
+            self._said_at = self.clock.now()
 
     def tick(self) -> Outcome | None:
         """Observe once, and act."""

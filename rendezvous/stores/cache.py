@@ -56,7 +56,7 @@ def latest_cache(url: str) -> "Cache | None":
 
 
 def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def cache_root() -> Path:

@@ -535,11 +535,18 @@ def _how_to_create(address: Address) -> str:
     return "on huggingface.co" if address.scheme == "hf" else f"`aws s3 mb s3://{address.bucket}`"
 
 
+def _proxy() -> str:
+    """Return " (HTTPS_PROXY is set)" if the environment names a proxy; else "".   Its value may hold a password."""
+    names = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+    found = [name for name in names if os.environ.get(name)]
+    return f" ({', '.join(found)} {'is' if len(found) == 1 else 'are'} set)" if found else ""
+
+
 def _in_words(error: Exception) -> str:
     """Return a text for an error without a status, without URLs and without parts that may be keys."""
     kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
     if kind:
-        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
+        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke") + _proxy()
     if "HTTP error" in str(error):
         return "the connection broke"
     line = re.split(r"\n|<\?xml|Server returned", str(error))[0][:200]

@@ -227,17 +227,17 @@ class FileStore:
         except FileExistsError as error:
             raise KeyExists(f"{self.url}/{key} exists") from error
         except OSError as error:
+            from rendezvous.stores.urls import link_words, room_words
+
             where = f"cannot {verb} {self.url}/{key}: {error.strerror}"
             if error.errno in _LINK:
-                from rendezvous.stores.urls import link_words
-
                 raise StoreRefused(f"cannot {verb} {self.url}/{key}: {link_words(self.root)}") from error
             if error.errno in _READ_ONLY:
                 how = "readable for this user" if verb in ("read", "list") else "writable"
                 raise StoreReadOnly(f"{where}. Make the folder {how}, or use another one") from error
             if error.errno in _FULL:
                 self._spares.drop_all()
-                raise StoreFull(f"{where}. Free some space on that disk") from error
+                raise StoreFull(f"{where}. {room_words(self.root)}") from error
             raise StoreUnclear(where) from error
 
 

@@ -20,12 +20,12 @@ def open_store(url: str, *, make: bool = True) -> Store:
     Raise ValueError for an unknown kind of URL.
     """
     scheme, colon, rest = url.partition("://")
+    if (not scheme.islower() or (scheme == "file" and rest[:1] != "/")) if colon else ":" in url:
+        from rendezvous.stores.urls import plain_spelling
+
+        scheme, colon, rest = plain_spelling(url).partition("://")
     if not colon:
         scheme, rest = "file", url
-        if ":" in url:
-            from rendezvous.stores.urls import refuse_one_slash
-
-            refuse_one_slash(url)
     if scheme == "file":
         from rendezvous.stores.files import FileStore
 

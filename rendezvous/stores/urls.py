@@ -3,10 +3,39 @@
 Not promised: that the bucket exists.
 """
 
+import os
 import re
 from pathlib import Path
 
+NO_INODES = "Delete some files there: the disk has no inode left, though it may have space (df -i)"
 ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?!/)", re.IGNORECASE)
+
+
+def plain_spelling(url: str) -> str:
+    """Return a URL or path, file://localhost/x as file:///x.   Raise ValueError for a spelling that names no store."""
+    scheme, colon, rest = url.partition("://")
+    shown = rest.rpartition("@")[2].partition("?")[0]  # no password, no query
+    if not colon:
+        refuse_one_slash(url)
+    elif scheme != scheme.lower():
+        raise ValueError(f"no store for {scheme}://: write it in lower case, {scheme.lower()}://{shown}")
+    elif scheme == "file" and rest.startswith("localhost/"):
+        return f"file:///{rest.removeprefix('localhost/')}"
+    elif scheme == "file" and rest[:1] not in ("", "/"):
+        host = rest.partition("/")[0]
+        raise ValueError(
+            f"file://{rest} names the machine {host}, not a folder of this one: did you mean file:///{rest}?"
+        )
+    return url
+
+
+def room_words(root: Path) -> str:
+    """Return what to free on the full disk of a run's folder."""
+    try:
+        disk = os.statvfs(root)
+    except OSError:
+        return "Free some space on that disk"
+    return NO_INODES if disk.f_files and not disk.f_favail else "Free some space on that disk"
 
 
 def refuse_one_slash(path: str) -> None:

@@ -227,6 +227,32 @@ def test_a_command_says_so_and_may_be_typed_again(
     )
 
 
+NONE_LEFT = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+FULL_STORE = StoreFull("cannot write control/000001.json: No space left on device. Free some space on that disk")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NONE_LEFT, "no space left on this machine's disk for its files; free some space, then repeat the command"),
+        (FULL_STORE, f"{FULL_STORE}, then repeat the command"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/a', '/b']"), "for its files ('/a', '/b'); "),
+    ],
+    ids=["a write() that names no file", "the run's own store", "no temporary folder"],
+)
+def test_a_command_names_no_disk_that_has_room(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before: `export` to a full disk spoke of /tmp, and a full store was exit code 2."""
+
+    def fail(args: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(verbs, "_demo", fail)
+    assert main(["demo"]) == exitcodes.GAVE_UP
+    assert words in capsys.readouterr().err
+
+
 def test_a_launch_without_space_is_asked_for_again(no_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: an OSError, which ended the supervisor."""
 

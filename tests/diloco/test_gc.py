@@ -1,11 +1,14 @@
 """`diloco gc`: what a run needs no more goes, by the rules of its collectors; readers know; what is needed stays."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.audit.verify import verify
+from diloco.model import give_back
 from diloco.model.export import model_record, state_at, what_is_kept
 from diloco.model.give_back import collect, plan_gc
 from diloco.run.config import ConfigError
@@ -15,6 +18,7 @@ from diloco.runlog.summary import kept_words
 from executors.cli.main import main
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreFull
 from rendezvous.stores.open import open_store
 from tests.support.puppets import PuppetRun
 
@@ -70,6 +74,29 @@ def test_what_is_left_is_as_it_was_and_readers_know_what_is_not(tmp_path: Path) 
         "`diloco gc` has deleted old data (--keep window); `diloco verify` shows what is left"
     ]
     assert plan_gc(found, "window", CLOCK).keys == ()  # nothing is left to do
+
+
+@pytest.mark.parametrize("tries", [1, 3, 10_000], ids=["one blob", "some", "never"])
+def test_it_makes_room_for_its_own_record_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
+) -> None:
+    """Before: "cannot write control/000001.json: No space left", and the command that frees space could not run."""
+    run = played(tmp_path)
+    found = ended(run)
+    plan = plan_gc(found, "window", CLOCK)
+    refused, write = list[int](), give_back.write_control
+
+    def full_at_first(*args: Any, **changes: Any) -> None:
+        refused.append(sum(not (run.folder / key).exists() for key in plan.keys))
+        if len(refused) <= tries:
+            raise StoreFull("cannot write it: No space left on device. Free some space on that disk")
+        write(*args, **changes)
+
+    monkeypatch.setattr(give_back, "write_control", full_at_first)
+    with pytest.raises(StoreFull) if tries > len(plan.keys) else nullcontext():
+        collect(found, plan, CLOCK)
+    assert not [key for key in plan.keys if (run.folder / key).exists()]
+    assert refused == [*range(1 + min(tries, len(plan.keys)))], "one blob more for each try"
 
 
 def test_the_run_goes_on_after_it(tmp_path: Path) -> None:

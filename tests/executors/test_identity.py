@@ -28,8 +28,10 @@ from executors.supervision.slots.slot_state import handle_in, past
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreFull, StoreGone, StoreReadOnly, StoreRefused
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat
+from rendezvous.store import Body, Buffer
 from rendezvous.stores.files import FileStore
 from tests.support.workers import identity, worker
 
@@ -92,6 +94,58 @@ def test_a_process_that_says_it_is_the_run_s_is_killed(store: FileStore, start: 
     claim(store, SystemClock(), "r00", **identity(child.pid))
     assert stop(store)["r00-1"] == (False, "gone without a leave record")
     assert child.wait(10) == -signal.SIGKILL
+
+
+class Unwritable(FileStore):
+    """As on a full disk, or after a remount that forbids writing: reads succeed."""
+
+    error: type[StoreRefused] = StoreFull
+
+    def put(self, key: str, body: Body) -> None:
+        raise self.error("cannot write it: No space left on device. Free some space on that disk")
+
+    def create(self, key: str, body: Buffer) -> None:
+        self.put(key, body)
+
+
+@pytest.mark.parametrize("error", [StoreFull, StoreReadOnly])
+def test_stop_ends_this_machine_s_processes_though_no_record_can_be_written(
+    store: FileStore, start: Start, error: type[StoreRefused]
+) -> None:
+    """Before: exit 2, "cannot write control/000001.json", and a detached fleet that computed on."""
+    supervisor, replica, bystander = start(store.url), start(store.url), start()
+    claim(store, SystemClock(), SUPERVISOR, **identity(supervisor.pid))
+    claim(store, SystemClock(), "r00", **identity(replica.pid))
+    full, said = Unwritable(store.root), list[str]()
+    full.error = error
+    ends = stop_run(full, NoWait(), 0.0, said.append)
+    assert [(e.name, e.live) for e in ends] == [("r00-1", False)]
+    assert supervisor.wait(10) == replica.wait(10) == -signal.SIGTERM and lives(bystander)
+    assert "could not be written: cannot write it: No space left" in said[0] and "a supervisor elsewhere" in said[0]
+
+
+@pytest.mark.parametrize("who", ["r00", SUPERVISOR])
+def test_a_process_that_stays_is_killed_though_the_lease_cannot_be_taken(
+    store: FileStore, start: Start, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = start(store.url)
+    claim(store, SystemClock(), who, **identity(child.pid))
+    send = processes.send_signal
+    monkeypatch.setattr(
+        processes, "send_signal", lambda pid, at, sig, **how: sig == signal.SIGKILL and send(pid, at, sig, **how)
+    )  # as if it ignored SIGTERM
+    assert not [e for e in stop_run(Unwritable(store.root), NoWait(), 0.0, lambda text: None) if e.live]
+    assert child.wait(10) == -signal.SIGKILL
+
+
+def test_another_store_s_fault_still_ends_stop(store: FileStore, start: Start) -> None:
+    child = start(store.url)
+    claim(store, SystemClock(), "r00", **identity(child.pid))
+    gone = Unwritable(store.root)
+    gone.error = StoreGone
+    with pytest.raises(StoreGone):
+        stop_run(gone, NoWait(), 0.0, lambda text: None)
+    assert lives(child)
 
 
 HOSTILE: dict[str, Callable[[subprocess.Popen], dict[str, Any]]] = {

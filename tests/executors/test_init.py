@@ -1,6 +1,8 @@
 """`diloco init`: the project that it writes runs as it stands."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,22 @@ def test_a_model_on_this_machine_is_named_from_where_the_project_lies(
     monkeypatch.chdir(tmp_path)
     assert main(["init", "mine", "--model", "weights"]) == 0
     assert load_config("mine/run.toml").inner.model == str(tmp_path / "weights")
+
+
+def test_a_full_disk_leaves_nothing_that_forbids_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: an empty run.toml, so "repeat the command" met "has run.toml already"; and /tmp was named as full."""
+    folder, write = tmp_path / "mine", Path.write_text
+
+    def full(path: Path, text: str, **how: str) -> int:
+        write(path, text[:10], **how)
+        if path.name != "prompts.jsonl":
+            return 10
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as filled:
+        filled.setattr(Path, "write_text", full)
+        assert ended("init", str(folder)) == 75
+    assert f"for its files ({folder}); free some space, then repeat" in capsys.readouterr().err
+    assert ended("init", str(folder)) == 0

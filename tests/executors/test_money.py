@@ -4,6 +4,7 @@ import json
 import time
 from bisect import bisect_left
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.units import dollars
 from executors.cli.looking.status import cost_line, costs_dict
+from executors.platforms import container
+from executors.platforms.container import LauncherWord
 from executors.supervision.costs import (
     BOOT_S,
     END_S,
@@ -32,6 +35,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import RecordsLost
 from rendezvous.records.records import Beat, Spent
 from rendezvous.stores.memory import MemoryStore
+from tests.support.fakes import ManualClock
 
 T = 1.7e9
 HOUR = 3600.0
@@ -397,3 +401,55 @@ def test_a_budget_that_means_nothing_is_refused(wish):
 def test_less_than_a_cent_is_not_nothing(usd: float, words: str) -> None:
     """Before: "$0.00" for the cost of three replicas on the cheapest hardware."""
     assert dollars(usd) == words
+
+
+@pytest.mark.parametrize(
+    ("events", "skew_h", "usd"),
+    [([], 5.0, 4.0), ([event("ended", 1800.0)], -72.0, 2.0), ([], -72.0, 4.0)],
+    ids=["ahead", "behind, and seen to end", "behind"],
+)
+def test_a_replica_s_wrong_clock_bills_no_hour_that_is_not_over(events, skew_h: float, usd: float) -> None:
+    """Before: "it has run for 5.02 hours" after a minute; and nothing to pay for a clock that was behind."""
+    beat = Beat("r00", 1, 9, "left", 3, 0, 0.0, T + skew_h * HOUR, "modal/r00.1", 7)
+    found = costs(report(launched(), *events, sessions=[session()], beats={"r00": beat}), T + HOUR)
+    assert found.usd == pytest.approx(usd) and found.hours <= 1.0
+
+
+class JumpingClock(ManualClock):
+    jump = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.jump
+
+
+@pytest.mark.parametrize("jump", [-3 * 86400.0, 0.0, 5 * HOUR])
+def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_replica_s_lease(jump: float) -> None:
+    """Before: five hours ahead, and the replica left at once; three days behind, and it stayed for three days."""
+    clock, life = JumpingClock(), ReplicaLife.__new__(ReplicaLife)
+    life.clock, life._until, life._ends = clock, 0.0, 0.0
+    life.rv = type("Rv", (), {})()  # type: ignore[assignment]
+    life.rv.members = type("Members", (), {"wanted": Wanted(until=clock.wall() + 100.0)})()
+    assert not life._is_lease_over()
+    clock.jump = jump
+    clock.sleep(99.0)
+    assert not life._is_lease_over()
+    clock.sleep(2.0)
+    assert life._is_lease_over()
+    life.rv.members.wanted = Wanted(until=clock.wall() + 100.0)
+    assert not life._is_lease_over()
+    life.rv.members.wanted = Wanted()
+    assert not life._is_lease_over()
+
+
+@pytest.mark.parametrize("jump", [-3 * 86400.0, 5 * HOUR])
+def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_launcher_s_lease(jump: float, monkeypatch) -> None:
+    clock = JumpingClock()
+    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    until = clock.wall() + 200.0
+    word = LauncherWord(100.0, lambda: until)
+    assert not word.is_over
+    clock.jump = jump
+    clock.sleep(199.0)
+    assert not word.is_over
+    clock.sleep(2.0)
+    assert word.is_over

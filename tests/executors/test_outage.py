@@ -22,8 +22,10 @@ from executors.platforms.places import Place, mixed_executor
 from executors.supervision.notices.messages import message_lines
 from executors.supervision.outage import REPORT_S, Outages
 from executors.supervision.supervisor import Supervisor
+from rendezvous import layout
 from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreFull
 from tests.executors.test_hf_jobs_run import URL, founded, hub, outputs, s3
 from tests.support.cloud import CloudExecutor
 from tests.support.fakes import ManualClock
@@ -308,3 +310,22 @@ def test_a_token_that_is_revoked_in_mid_run_ends_nothing_and_status_says_so(tmp_
     assert "hf-jobs refuses us" in seen["status"] and "Invalid credentials" in seen["status"], seen["status"]
     assert "hf auth login" in seen["beat"].note
     assert report.of_kind("platform_answers") and hub.live() == []
+
+
+def test_a_full_disk_is_said_on_the_terminal_once_a_minute(world, monkeypatch, capsys):
+    """Before: 100 s and more without a word in a pipe, since no event can be written there."""
+    world.started()
+    put, key = type(world.run.store).put, layout.beat_key(SUPERVISOR)
+
+    def full(store, name, body):
+        if name == key:
+            raise StoreFull(f"cannot write {name}: No space left on device")
+        put(store, name, body)
+
+    with monkeypatch.context() as filled:
+        filled.setattr(type(world.run.store), "put", full)
+        world.pass_time(70)
+    told = [line for line in capsys.readouterr().err.splitlines() if "waiting for the store" in line]
+    assert len(told) == 2 and f"cannot write {key}: No space left on device" in told[0]
+    world.pass_time(5)
+    assert world.supervisor.lease.trouble == "" and not capsys.readouterr().err

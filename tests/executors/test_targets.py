@@ -1,17 +1,30 @@
 """Folders that a command writes into: its own, or none; and commands that are printed to be copied."""
 
+import errno
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from executors.cli.checking.init import init
+from executors.cli.failures import explain_error
 from executors.cli.main import main
+from executors.cli.starting.foreground import supervise_here
 from executors.cli.writing.exported import MARK, fresh_folder, mark_export, refuse_export, replace_export
 from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
+from executors.supervision.notices.messages import full_words
 from rendezvous import layout
+from rendezvous.errors import StoreFull
+from rendezvous.stores.open import open_store
+from rendezvous.stores.urls import room_words
 
 ROOT = Path(__file__).parents[2]
 CONFIG = 'name = "x"\n[inner]\nloop = "supervised"\nmodel = "tiny"\ndata.text = "text.txt"\n'
@@ -106,6 +119,12 @@ def test_a_later_export_leaves_no_file_of_the_earlier_one(tmp_path: Path) -> Non
     assert sorted(p.name for p in to.rglob("*") if p.is_file()) == ["config.json", MARK, "mine.txt"]
 
 
+def test_a_full_disk_is_named_by_the_export_s_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as told, fresh_folder(tmp_path / "to"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it
+    assert f"disk for its files ({tmp_path / 'to'})" in explain_error(told.value)[0]
+
+
 def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     to = tmp_path / "model"
     with fresh_folder(to) as made:
@@ -145,3 +164,75 @@ def test_a_home_that_the_shell_did_not_name_is_no_folder_called_tilde(
     """`--run=~/mine`: shells put the home in only at the begin of a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert checked_url("~/mine") == f"{tmp_path}/mine"
+
+
+@pytest.mark.parametrize("typed", ["file://localhost{}", "file://{}", "{}"])
+def test_a_folder_s_url_may_name_this_machine(tmp_path: Path, typed: str) -> None:
+    url = checked_url(typed.format(tmp_path / "run"))
+    assert open_store(url).url == open_store(typed.format(tmp_path / "run")).url == f"file://{tmp_path}/run"
+    assert not url.startswith("file://localhost"), "others cut off file:// alone"
+
+
+WRONG = {
+    "file://tmp/x": "did you mean file:///tmp/x?",
+    "FILE:///tmp/x": "write it in lower case, file:///tmp/x",
+    "S3://k:secret@bucket/x?secret=1": "write it in lower case, s3://bucket/x",
+    "Modal://a/b": "write it in lower case, modal://a/b",
+}
+
+
+@pytest.mark.parametrize("url", WRONG)
+@pytest.mark.parametrize("verb", ["status", "report", "plan", "train"])
+def test_a_url_that_names_no_store_is_answered_with_the_right_spelling(url: str, verb: str, tmp_path, capsys) -> None:
+    """Before: file://tmp/x made a folder of that name below this one, and S3:// was told all stores but itself."""
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "text.txt").write_text("words")
+    words = [str(tmp_path / "run.toml"), "--run", url] if verb in ("plan", "train") else [url]
+    assert main([verb, *words]) == 2
+    said = capsys.readouterr().err
+    assert WRONG[url] in said and "secret" not in said
+
+
+@pytest.mark.parametrize("verb", ["status", "report", "verify", "stop", "costs"])
+def test_a_folder_whose_name_is_no_text_is_answered(verb: str, tmp_path: Path) -> None:
+    """Before: a traceback, UnicodeEncodeError."""
+    assert main([verb, os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff")]) == 2
+
+
+def test_a_disk_without_inodes_is_not_told_to_have_no_space(tmp_path: Path, monkeypatch) -> None:
+    disk = SimpleNamespace(f_files=10, f_favail=0, f_bavail=1 << 20, f_frsize=4096, f_blocks=1 << 20)
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    assert "no inode left" in full_words(str(tmp_path)) and "no inode left (" not in room_words(tmp_path)
+    assert "df -i" in room_words(tmp_path)
+    monkeypatch.setattr(tempfile, "mkstemp", lambda **_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(StoreFull, match="the disk has no inode left"):
+        open_store(str(tmp_path / "run")).put("run.json", b"{}")
+    disk.f_favail = 5
+    assert full_words(str(tmp_path)) == "" and "Free some space" in room_words(tmp_path)
+
+
+def test_another_thread_supervises_nothing(tmp_path: Path) -> None:
+    """Before: ValueError, signal only works in main thread, after the slot of the supervisor was claimed."""
+    told = list[BaseException]()
+
+    def supervise() -> None:
+        try:
+            supervise_here(None)  # type: ignore[arg-type]
+        except BaseException as error:
+            told.append(error)
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    thread.join()
+    assert isinstance(told[0], UsageError) and "main thread" in str(told[0])
+
+
+def test_kernels_that_do_not_compile_say_the_compiler_s_last_words(tmp_path: Path) -> None:
+    """Before: "returned non-zero exit status 1" beside "Install a C compiler"."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'first' >&2\necho 'cc: No space left on device' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    environ = {**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code = "from rendezvous.codecs import why_no_kernels; print(why_no_kernels())"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.rstrip().endswith("exit status 1. cc: No space left on device"), done.stdout + done.stderr

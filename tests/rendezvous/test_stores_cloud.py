@@ -585,3 +585,14 @@ def test_what_is_in_flight_follows_the_link() -> None:
     link.note_upload(8 << 20, 120.0, 256 << 20)  # 0.6 Mbit/s
     assert link.parts(1 << 30, 32 << 20, 8, 5000) == (LEAST, 1)
     assert not link.slow_down()
+
+
+@pytest.mark.parametrize("kind", ["Connect", "Timeout"])
+def test_a_proxy_of_the_environment_is_named_when_there_is_no_answer(kind: str, monkeypatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    error = RuntimeError(f"request failed, kind: {kind}, …")
+    assert "PROXY" not in cloud._in_words(error)
+    monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy:1")
+    assert cloud._in_words(error).endswith(" (HTTP_PROXY is set)")

@@ -134,7 +134,13 @@ def init(folder: Path, *, model: str, task: str) -> list[str]:
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:  # half a project would refuse the same command later
+            for made in files:
+                (folder / made).unlink(missing_ok=True)
+            error.filename = error.filename or str(folder / name)
+            raise
     return sorted(files)
 
 

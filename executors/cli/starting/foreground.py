@@ -10,6 +10,7 @@ stops changing, and `show` reports it.
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ from diloco.units import duration
 from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for
 from executors.platforms.places import build_executor
+from executors.preflight.run_url import UsageError
 from executors.supervision.lease import Supervised, supervisor_of
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor
@@ -37,6 +39,8 @@ def supervise_here(
     run: Run, each_tick: Tick = lambda supervisor, report: None, view: StatusView | None = None
 ) -> Outcome:
     """Supervise the run to its end in this process.  If another process supervises it, only show it."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("a run is supervised in the main thread, which hears Ctrl-C; use --detach in another thread")
     view = view or view_for(sys.stdout)
     wanted = read_control(run.store)
     executor = build_executor(wanted.places, wanted.former)  # replicas at former places of the run are supervised, too

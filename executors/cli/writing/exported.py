@@ -44,6 +44,9 @@ def fresh_folder(to: Path) -> Generator[Path]:
     try:
         with tempfile.TemporaryDirectory(dir=to, prefix=".export-") as made:
             yield Path(made)
+    except OSError as error:
+        error.filename = error.filename or str(to / MARK)  # a failed write() names no file
+        raise
     finally:
         with suppress(OSError):
             to.rmdir()  # if it is empty, as nothing was exported

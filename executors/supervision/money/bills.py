@@ -153,7 +153,8 @@ def _end_time(
             found.append(own.at)
         elif own is not None and end is None and now - own.at > LEASE_S:
             found.append(own.at + LEASE_S)
-    return min(found, default=None)
+    began = _begin_time(events[0])
+    return min((min(at, now) for at in found if at >= began), default=None)  # a replica's clock may be wrong
 
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

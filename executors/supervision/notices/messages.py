@@ -50,6 +50,8 @@ def full_words(url: str) -> str:
         disk = os.statvfs(rest if colon else url)
     except OSError:
         return ""
+    if disk.f_files and not disk.f_favail:
+        return "the run's disk has no inode left (df -i), and all replicas wait: delete some files, and they go on"
     free = disk.f_bavail * disk.f_frsize
     if free >= LEAST or disk.f_blocks == 0:
         return ""

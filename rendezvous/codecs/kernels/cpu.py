@@ -107,7 +107,8 @@ def _load_library() -> ctypes.CDLL:
             _compile_kernels(path)
         return ctypes.CDLL(str(path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        raise ImportError(f"the C kernels were not compiled: {error}") from error
+        told = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()[-1:]
+        raise ImportError(f"the C kernels were not compiled: {' '.join([str(error), *told])}") from error
 
 
 def _compile_kernels(path: Path) -> None:
