@@ -70,7 +70,8 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - lives as we do
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":  # else PYTHONIOENCODING says how
+    own = ("strict", "surrogateescape")  # Python's own choices; else PYTHONIOENCODING says how
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in own:
         sys.stdout.reconfigure(errors="replace")
 
 

@@ -46,7 +46,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control
 from rendezvous.agreement.salvage import read_standing_control, write_stop
 from rendezvous.clock import Clock
-from rendezvous.errors import Fenced, RendezvousError, StoreFull, StoreReadOnly
+from rendezvous.errors import Fenced, RendezvousError, StoreFull
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
@@ -128,7 +128,7 @@ def _is_over(store: Store, now: float) -> bool:
 def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[[str], None]) -> None:
     try:
         lost = write_stop(store, clock)
-    except (StoreFull, StoreReadOnly) as error:
+    except StoreFull as error:
         say(
             f"warning: the request to stop could not be written: {error}\nwarning: processes of this machine get a "
             "signal instead, and platforms cancel theirs; a supervisor elsewhere does not know of this stop"
@@ -190,7 +190,7 @@ def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | 
         return Lease.seize(store, clock)
     except Fenced:
         return None
-    except (StoreFull, StoreReadOnly):
+    except StoreFull:
         _signal_here(store, signal.SIGKILL)
         return None
 

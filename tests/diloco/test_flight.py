@@ -150,7 +150,7 @@ def test_sigterm_after_the_decision_takes_the_outer_step_and_leaves_a_round_of_o
 
 def test_giving_up_is_seen_at_the_next_inner_step() -> None:
     one = Replica(Held(), needed=2, give_up=0.02)
-    with pytest.raises(GaveUp, match="step 0 stood open"), one.loop():
+    with pytest.raises(GaveUp, match="step 0 was open"), one.loop():
         one.train(PREPARE)
         one.landed()
         one.train(H)

@@ -160,7 +160,9 @@ def test_the_log_that_another_user_keeps_is_told_from_the_bucket(capsys, run, mo
 
     monkeypatch.setattr(logs, "_launch_of", lambda *_: object())
     monkeypatch.setattr(LocalProcessExecutor, "logs", closed)
-    assert say(capsys, "logs", run.url, "r01-1")[1].startswith("(r01-1: killed, exit code -9; this is what the bucket")
+    assert say(capsys, "logs", run.url, "r01-1")[1].startswith(
+        "(r01-1: killed, exit code -9; the bucket has these lines)"
+    )
 
 
 def test_the_log_of_an_actors_session_is_told_too(capsys, run):  # noqa: F811

@@ -30,7 +30,7 @@ def say(words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env={**buffered, **env}, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("words", ["status {}", "--help", "verify {}"])
+@pytest.mark.parametrize("words", ["status {}", "--help", pytest.param("verify {}", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("locale", ["ascii", "posix"])
 def test_a_stdout_that_cannot_encode_gets_question_marks(run: str, words: str, locale: str) -> None:
     posix = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -39,8 +39,19 @@ def test_a_stdout_that_cannot_encode_gets_question_marks(run: str, words: str, l
     assert done.stdout.isascii() and len(done.stdout) > 40
 
 
-@pytest.mark.parametrize("closed", ["<&- >&-", ">&- 2>&-", "<&-", ">&-"])
-@pytest.mark.parametrize("verb", ["explain {} --step 1", "verify {}"])
+SLOW_CLOSED = [("<&- >&-", "verify {}"), (">&- 2>&-", "explain {} --step 1")] + [
+    (closed, verb) for closed in ("<&-", ">&-") for verb in ("verify {}", "explain {} --step 1")
+]
+
+
+@pytest.mark.parametrize(
+    ("closed", "verb"),
+    [
+        ("<&- >&-", "explain {} --step 1"),
+        (">&- 2>&-", "verify {}"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_CLOSED),
+    ],
+)
 def test_closed_streams_change_no_exit_code(run: str, closed: str, verb: str) -> None:
     plain, done = say(verb.format(run)), say(f"{verb.format(run)} {closed}")
     assert done.stderr == ("" if "2>" in closed else plain.stderr)

@@ -43,7 +43,7 @@ def bodies_with(defaults: str, kernels: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kernels", ["with", "without"])
+@pytest.mark.parametrize("kernels", ["with", pytest.param("without", marks=pytest.mark.slow)])
 def test_a_default_dtype_or_device_changes_no_bit(kernels: str) -> None:
     expected = bodies_with("", kernels)
     for defaults in ("dtype(torch.bfloat16)", "dtype(torch.float16)", "dtype(torch.float64)", 'device("meta")'):

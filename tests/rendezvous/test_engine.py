@@ -375,7 +375,7 @@ def test_too_few_replicas_give_up_in_the_end_and_name_who_is_missing(clock: Manu
     with pytest.raises(GaveUp) as caught:
         a.rv.settle()
     text = str(caught.value)
-    assert "step 0 stood open for 20 s" in text and "needs min_replicas=2" in text
+    assert "step 0 was open for 20 s" in text and "needs min_replicas=2" in text
     assert "r01 is silent" in text and "r02 was never seen" in text and "run the same command again" in text
     again = Seat(store, "r00", clock)
     b.offer()

@@ -142,19 +142,21 @@ def _end_time(
     """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
+    told = list[float]()  # by the replica, whose clock may be wrong
     for session in newest:
         beat = beats.get(session.slot)
         own = beat if beat is not None and beat.generation == session.generation else None
         if own is not None and own.phase == "left":
-            found.append(own.at)
+            told.append(own.at)
         elif session.how in ("left", "done") and session.ended is not None:
-            found.append(session.ended)
+            told.append(session.ended)
         elif own is not None and end is not None and end.get("unseen") is True:
-            found.append(own.at)
+            told.append(own.at)
         elif own is not None and end is None and now - own.at > LEASE_S:
-            found.append(own.at + LEASE_S)
+            told.append(own.at + LEASE_S)
     began = _begin_time(events[0])
-    return min((min(at, now) for at in found if at >= began), default=None)  # a replica's clock may be wrong
+    found += [min(at, now) for at in told if at >= began - LEASE_S]
+    return min(found, default=None)
 
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
