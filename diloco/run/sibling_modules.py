@@ -32,9 +32,12 @@ def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     own = code.relative_to(folder).parts[0]  # the code's package, or else its file
     packages = [p / "__init__.py" for p in code.parents if p != folder and p.is_relative_to(folder)]
     found = {path.relative_to(folder).as_posix(): path for path in packages if path.is_file() and path != code}
-    new = [code, *found.values()]
+    new, looked = [code, *found.values()], set[str]()
     while new:
-        for name in sorted(set(_imported(new.pop(), folder))):
+        imported = _imported(new.pop(), folder)
+        names = {name if (first := name.partition(".")[0]) == own else first for name in imported}
+        for name in sorted(names - looked):
+            looked.add(name)
             for path in _files_of(folder, name, own):
                 if (inside := path.relative_to(folder).as_posix()) not in found and path != code:
                     found[inside] = path
@@ -82,6 +85,8 @@ def _imported(code: Path, folder: Path) -> Iterator[str]:
 def _files_of(folder: Path, name: str, own: str) -> list[Path]:
     """Return the files of a module in this folder, of another package than `own` all files; [] for other names."""
     parts = name.split(".")
+    if parts[0] == own and parts[-1] == "*":  # __all__ may name modules
+        return sorted(folder.joinpath(*parts[:-1]).glob("*.py"))
     if parts[0] == own:
         stems = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
         return [p for stem in stems for p in (stem / "__init__.py", stem.parent / f"{stem.name}.py") if p.is_file()]

@@ -85,7 +85,8 @@ class LauncherWord:
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
-        self._until, self._ends = 0.0, time.monotonic() + lease_s
+        self._until, self._first = 0.0, time.monotonic() + lease_s
+        self._ends = self._first
         self.look_s = lease_s / 4 if self._ask else FOREVER_S
 
     @property
@@ -94,7 +95,7 @@ class LauncherWord:
             return False
         with suppress(Exception):  # without an answer, the lease that we know stays in force
             if (until := self._ask()) > self._until:
-                self._until, self._ends = until, max(self._ends, time.monotonic() + until - time.time())
+                self._until, self._ends = until, max(self._first, time.monotonic() + until - time.time())
         return time.monotonic() > self._ends
 
 

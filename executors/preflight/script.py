@@ -77,7 +77,7 @@ def read_script(
     files = {**dict(_named(folders, siblings, arguments, more)), **dict(_code(base, siblings))}
     ignored = _left_out(folders, files, [os.path.normpath(one) for one in more])
     unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
-    unsent |= {one: SECRET_STAYS for one in files if is_secret(one)}
+    unsent |= {one: SECRET_STAYS for one, file in files.items() if is_secret(one) or is_secret(file.resolve().name)}
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
     packages = packages_of(name, source, path.parent if is_here else None)
@@ -135,9 +135,13 @@ def is_code(name: str) -> bool:
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
     """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
     words = {part for text in arguments for part in (text, text.partition("=")[2])}
-    names = {word.partition(".")[0] for word in words if re.fullmatch(r"\w+(\.\w+)+", word)}
-    found = [base / f"{name}.py" for name in sorted(names) if (base / f"{name}.py").is_file()]
-    return [one for code in found if code != script for one in (code, *find_siblings(code).values())]
+    stems = [base / word.replace(".", "/") for word in sorted(words) if re.fullmatch(r"\w+(\.\w+)+", word)]
+    found = list[Path]()
+    for stem in stems:  # `pkg.rewards.score`: pkg/rewards.py
+        below = [above for above in (stem, *stem.parents) if above != base and above.is_relative_to(base)]
+        upward = [above.with_suffix(".py") for above in below]
+        found += [path for path in upward if path.is_file()][:1]
+    return [one for code in found if code != script for one in (code, *find_siblings(code, base).values())]
 
 
 def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
@@ -167,7 +171,10 @@ def _named(
                 if inside and file.is_file():
                     yield os.path.normpath(text), file
     for text in more:
-        yield from _asked_for(next((base for base in folders if (base / text).exists()), folders[0]), text)
+        found = [(base, Path(os.path.abspath(where / text))) for where in folders for base in folders]
+        inside = [(base, path) for base, path in found if path.exists() and path.is_relative_to(base)]
+        base, path = inside[0] if inside else found[0]
+        yield from _asked_for(base, text, path)
 
 
 def _name_below(base: Path, code: Path) -> str:
@@ -181,9 +188,8 @@ def _strings(code: Path) -> Iterator[str]:
             yield node.value
 
 
-def _asked_for(base: Path, text: str) -> Iterator[tuple[str, Path]]:
-    """Yield the files of one --file, which may be a folder.   Raises UsageError."""
-    path = base / os.path.normpath(text)
+def _asked_for(base: Path, text: str, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of one --file, which may be a folder.   text: as you typed it.   Raises UsageError."""
     if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
         raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -209,18 +209,17 @@ def _pack(source: Path, target: str, *, root: Path, left: list[Path]) -> dict[st
     return packed
 
 
-def _files_below(
-    path: Path, roots: tuple[Path, Path], left: list[Path], above: frozenset[Path] = frozenset()
-) -> Iterator[Path]:
+def _files_below(path: Path, roots: tuple[Path, Path], left: list[Path], *, linked: bool = False) -> Iterator[Path]:
     """Yield the files below `path`, and those to which links lead; add links that lead elsewhere to `left`.
 
-    roots: files are below the first, and folders below the second.   above: folders that a loop of links would enter
-    again."""
+    roots: files are below the first, and folders below the second.   linked: a link led here, so no further link to a
+    folder counts: such links may lead in a circle, or double with each level."""
     real = path.resolve()
+    again = path.is_symlink() and (linked or path.parent.resolve().is_relative_to(real))
     if path.is_file() and real.is_relative_to(roots[0]):
         yield path
-    elif path.is_dir() and real.is_relative_to(roots[1]) and real not in above:
+    elif path.is_dir() and real.is_relative_to(roots[1]) and not again:
         for one in sorted(path.iterdir()):
-            yield from _files_below(one, roots, left, above | {real})
+            yield from _files_below(one, roots, left, linked=linked or path.is_symlink())
     elif path.is_symlink():
         left.append(path)

@@ -24,7 +24,7 @@ def plain_spelling(url: str) -> str:
     elif scheme == "file" and rest[:1] not in ("", "/"):
         host = rest.partition("/")[0]
         raise ValueError(
-            f"file://{rest} names the machine {host}, not a folder of this one: did you mean file:///{rest}?"
+            f"file://{rest} names the machine {host}, not a folder of this one: did you mean file:///{rest} or {rest}?"
         )
     return url
 

@@ -403,6 +403,12 @@ def test_less_than_a_cent_is_not_nothing(usd: float, words: str) -> None:
     assert dollars(usd) == words
 
 
+def test_an_end_that_is_logged_before_the_begin_is_an_end() -> None:
+    """The supervisor's own clock was set back. Before: billed as running for ever."""
+    found = costs(report(launched(), event("ended", -1800.0)), T + 50 * HOUR)
+    assert found.usd == 0.0
+
+
 @pytest.mark.parametrize(
     ("events", "skew_h", "usd"),
     [([], 5.0, 4.0), ([event("ended", 1800.0)], -72.0, 2.0), ([], -72.0, 4.0)],
@@ -439,6 +445,24 @@ def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_replica_s_lease(ju
     assert not life._is_lease_over()
     life.rv.members.wanted = Wanted()
     assert not life._is_lease_over()
+
+
+def test_a_clock_that_is_set_right_prolongs_no_launcher_s_lease(monkeypatch) -> None:
+    """An hour behind at the first look, then right: the replica outlived its launcher by an hour."""
+    clock = JumpingClock()
+    clock.jump = -HOUR
+    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    until = [ManualClock.wall(clock) + 200.0]
+    word = LauncherWord(100.0, lambda: until[0])
+    assert not word.is_over
+    clock.jump = 0.0
+    clock.sleep(50.0)
+    until[0] += 50.0
+    assert not word.is_over
+    clock.sleep(190.0)
+    assert not word.is_over
+    clock.sleep(20.0)
+    assert word.is_over
 
 
 @pytest.mark.parametrize("jump", [-3 * 86400.0, 5 * HOUR])

@@ -174,7 +174,7 @@ def test_a_folder_s_url_may_name_this_machine(tmp_path: Path, typed: str) -> Non
 
 
 WRONG = {
-    "file://tmp/x": "did you mean file:///tmp/x?",
+    "file://tmp/x": "did you mean file:///tmp/x or tmp/x?",
     "FILE:///tmp/x": "write it in lower case, file:///tmp/x",
     "S3://k:secret@bucket/x?secret=1": "write it in lower case, s3://bucket/x",
     "Modal://a/b": "write it in lower case, modal://a/b",

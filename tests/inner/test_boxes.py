@@ -940,6 +940,19 @@ def test_links_within_the_folder_are_packed_and_others_are_named(tmp_path: Path)
     assert "left_out" not in task.dump(), "older replicas read the row, too"
 
 
+def test_links_to_folders_do_not_multiply(tmp_path: Path) -> None:
+    """Two links in each of 12 folders to the next one were 4,083 files."""
+    folder = write_task(tmp_path / "task")
+    repo = folder / "environment/repo"
+    for i in range(12):
+        (repo / f"p{i}").mkdir()
+        (repo / f"p{i}/f").write_text("x")
+        for name in "ab" if i < 11 else "":
+            (repo / f"p{i}/{name}").symlink_to(f"../p{i + 1}")
+    (task,) = read_tasks(folder)
+    assert len(task.files) == 1 + 12 + 22 and len(task.left_out) == 2 * 20
+
+
 def test_folders_of_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "task")
     (folder / "tests/real.sh").write_text("")
