@@ -5,6 +5,7 @@
     spent    ███████████████████████████░░░░░  84 %                        budget        80 % of max_usd or max_hours
     r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
     commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
+    beat     at 12:00, and the step that it follows at 14:00               clock         a minute and more
 
 Each detector is a pure function of a report, the time and the costs.
 
@@ -20,7 +21,7 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import PARTS, Step
 from diloco.units import dollars, duration
-from diloco.views.overview import run_state, seconds_per_step, silent_s
+from diloco.views.overview import run_state, seconds_per_step, silent_s, written_at
 from diloco.views.trouble import Spending, Trouble, trouble
 
 STALL = 3.0  # × the median of the newest outer steps
@@ -32,6 +33,7 @@ BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # older steps are not reported
 WAITS = 0.25  # of a replica's time
 LEAST_WAITS = 3  # least number of timed steps among the newest
+SKEW_S = 60.0  # least difference of a clock that is reported
 SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
 
@@ -269,3 +271,22 @@ def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Tr
     text = f"the newest snapshot is that of outer step {newest}, {behind} steps ago; one is due every {every} steps"
     advice = "`diloco doctor URL` tests whether large objects can be written"
     return [trouble("snapshot_late", "; ".join([text, *troubles]), advice, step=newest + every)]
+
+
+def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find running replicas whose clock differs by a minute or more from this machine's, or from the outer steps."""
+    running = {x.slot for x in report.sessions if x.how == "running"}
+    beats = [beat for slot, beat in sorted(report.beats.items()) if slot in running and beat.phase != "left"]
+    skews = [(beat, beat.at - min(written_at(beat, report.steps, now), now)) for beat in beats]
+    advice = "set that machine's clock; until then, hours, prices and the order of logs may be wrong"
+    return [
+        trouble(
+            "clock",
+            f"its clock is {duration(abs(skew))} {'ahead of this machine' if skew > 0 else 'behind the outer steps'}",
+            advice,
+            step=beat.step,
+            slot=beat.slot,
+        )
+        for beat, skew in skews
+        if run_state(report) == "running" and abs(skew) >= SKEW_S
+    ]

@@ -228,7 +228,8 @@ def _session_row(session: SessionSummary, *, is_newest: bool) -> SessionRow:
 def _with_beat(
     row: SessionRow, beat: Beat, report: Report, *, now: float, read_at: float, rate: float | None
 ) -> SessionRow:
-    phase = phase_of(beat, report.url, read_at)
+    written = written_at(beat, report.steps, now)
+    phase = phase_of(beat, report.url, read_at - written)
     return replace(
         row,
         phase=phase,
@@ -236,15 +237,23 @@ def _with_beat(
         inner=beat.inner if phase == "train" else None,
         inner_steps=inner_steps_per_round(report),
         samples_per_s=rate if phase not in ("silent", "left") else None,
-        beat_age_s=max(0.0, now - beat.at),
+        beat_age_s=max(0.0, now - written),
         beat_unread_s=max(0.0, now - read_at),
         note=beat.note,
     )
 
 
-def phase_of(beat: Beat, url: str, read_at: float) -> str:
+def written_at(beat: Beat, steps: Sequence[Step], now: float) -> float:
+    """Return the Unix time at which a heartbeat was written: by its own clock, but not before the step that it follows.
+
+    A replica whose clock is behind is alive while the outer steps that it has applied are new."""
+    followed = next((step.at for step in reversed(steps) if step.t < beat.step), 0.0)
+    return max(beat.at, min(followed, now))
+
+
+def phase_of(beat: Beat, url: str, age_s: float) -> str:
     """Return the phase in a heartbeat, or "silent" if it was old when it was read."""
-    return "silent" if beat.phase != "left" and read_at - beat.at > silent_s(url) else beat.phase
+    return "silent" if beat.phase != "left" and age_s > silent_s(url) else beat.phase
 
 
 def silent_s(url: str) -> float:

@@ -39,6 +39,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "gated": fleet.gated,
     "waits": fleet.waits,
     "snapshot_late": fleet.snapshot_late,
+    "clock": fleet.clock,
 }
 
 

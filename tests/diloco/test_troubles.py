@@ -12,6 +12,7 @@ from diloco.events import KINDS
 from diloco.run.record import RunRecord
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.scope import STATUS
+from diloco.views.overview import session_rows
 from diloco.views.troubles import DETECTORS, PAGE, Spending, Trouble, find_troubles, flagged_steps
 from executors.supervision.notices import messages
 from rendezvous import layout
@@ -197,6 +198,21 @@ def test_a_snapshot_that_is_two_periods_old_is_told() -> None:
     report.steps[-1].snapshot = 1
     seen = found_in(report)["snapshot_late"]
     assert "that of outer step 1, 11 steps ago; one is due every 4 steps" in seen.text and seen.step == 5
+
+
+@pytest.mark.parametrize(
+    ("skew_s", "told"),
+    [(-3 * 86400.0, "3 d 00 h behind the outer steps"), (5 * 3600.0, "5 h 00 min ahead"), (-20.0, ""), (20.0, "")],
+)
+def test_a_clock_that_differs_is_told_and_its_replica_is_not_silent(skew_s: float, told: str) -> None:
+    """Before: a replica that trained was "silent" for three days."""
+    report = Planted(12).report()
+    now = report.steps[-1].at + 1.0
+    report.beats["r01"] = Beat("r01", 1, 9, "train", 12, 0, 0.0, now + skew_s)
+    seen = [one for one in find_troubles(report, now) if one.kind == "clock"]
+    assert [told in one.text and one.slot == "r01" for one in seen] == ([True] if told else [])
+    row = next(row for row in session_rows(report, now, {}) if row.slot == "r01" and row.is_newest)
+    assert row.phase == "train" and row.beat_age_s is not None and row.beat_age_s < 5
 
 
 def waiting(report: Report, fast_wait_s: float, slow_s: float) -> Report:
