@@ -43,10 +43,16 @@ def bodies_with(defaults: str, kernels: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kernels", ["with", pytest.param("without", marks=pytest.mark.slow)])
-def test_a_default_dtype_or_device_changes_no_bit(kernels: str) -> None:
+DEFAULTS = ("dtype(torch.bfloat16)", 'device("meta")', "dtype(torch.float16)", "dtype(torch.float64)")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "number"),
+    [("with", 2), pytest.param("with", 4, marks=pytest.mark.slow), pytest.param("without", 4, marks=pytest.mark.slow)],
+)
+def test_a_default_dtype_or_device_changes_no_bit(kernels: str, number: int) -> None:
     expected = bodies_with("", kernels)
-    for defaults in ("dtype(torch.bfloat16)", "dtype(torch.float16)", "dtype(torch.float64)", 'device("meta")'):
+    for defaults in DEFAULTS[:number]:
         assert bodies_with(f"torch.set_default_{defaults}", kernels) == expected, defaults
 
 
