@@ -316,6 +316,47 @@ def test_environments_may_call_each_other_and_their_own_methods() -> None:
         assert [one.reset()[0] for one in ones] == [0, 1] and ones[1].times == 2
 
 
+def test_an_async_tool_may_call_its_own_hidden_method(loop: Any) -> None:
+    """It waited for its lane, which waited for the tool: in another thread, and with the event loop blocked."""
+    threads = list[int]()
+
+    async def tool() -> str:
+        threads.append(threading.get_ident())
+        return one.again()
+
+    class Again(One):
+        def again(self) -> str:
+            return str(self.reset()[0])
+
+    one, lanes = Again(7, lambda: threads.append(threading.get_ident())), Lanes(1, PATIENCE_S)
+    with methods_at_once([one], "reset", [{}], lanes):
+        one.reset()
+        lane = lanes.of(one).thread
+        found = ToolsAtOnce([{"t": tool}], [[asks(("t", {}))]], lanes, environments=[one], loop=loop)
+        assert ask(loop, found.tools(asynchronous=True)[0]["t"]()) == "7"
+    assert threads[1] == threads[2] and lanes.of(one).thread is lane
+
+
+def test_an_async_reward_that_is_cancelled_may_be_asked_again(loop: Any) -> None:
+    begun, go = threading.Event(), []
+
+    async def wait() -> None:
+        begun.set()
+        if not go:
+            await asyncio.Event().wait()
+
+    async def first() -> Any:
+        return await one.get_reward()
+
+    one, lanes = One(5, wait), Lanes(1)
+    with methods_at_once([one], "get_reward", [{}], lanes):
+        asked = asyncio.run_coroutine_threadsafe(first(), loop)
+        assert begun.wait(PATIENCE_S)
+        asked.cancel()
+        go.append(1)
+        assert ask(loop, first()) == 5 and not lanes.hung
+
+
 def test_a_class_with_slots_is_made_where_its_reset_runs() -> None:
     class Slotted:
         __slots__ = ()

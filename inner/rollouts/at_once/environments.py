@@ -123,7 +123,7 @@ def methods_at_once(
 
 
 class _Waits:
-    """What hides a method: it waits for the call in the environment's lane.   rows: the object's rollouts, in order."""
+    """Hides a method and waits for the calls in the environment's lane.   rows: the object's rollouts, in order."""
 
     def __init__(
         self, function: Callable[..., Any], rows: deque[int], lanes: Lanes, lane: Lane, workers: Workers
@@ -158,7 +158,7 @@ class _Waits:
             raise
 
     async def _later(self, row: int, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
-        if self._hangs(row):
+        if row in self._lanes.hung:  # a cancelled call has ended, so it may be repeated
             return None
         item = self._started(row, args, given, asyncio.get_running_loop())
         try:

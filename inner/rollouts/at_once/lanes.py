@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from inspect import iscoroutinefunction
 from queue import SimpleQueue
@@ -26,7 +27,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 CLEAN_S = 1.0  # seconds for a cancelled async call to end
-_HERE = threading.local()
+_IN_LANE = ContextVar("in_lane", default=False)  # of threads, and of tasks
 STILL = "an earlier call of this rollout still hangs"
 
 
@@ -93,14 +94,14 @@ class WorkItem:
         try:
             until = None if self._limit_s is None else call.began.result() + self._limit_s
             return call.answer.result(None if until is None else max(0.0, until - monotonic()))
-        except BaseException as error:  # a reward's limit may interrupt the wait
-            if call.answer.done():
-                return call.answer.result()  # the tool's own error, which may be a TimeoutError
-            is_late = isinstance(error, TimeoutError)
-            self.give_up(too_late(self._limit_s) if is_late else TimeoutError("the wait was interrupted"), call)
-            if not is_late:
-                raise
-            return call.answer.result()
+        except TimeoutError:
+            if not call.answer.done():
+                self.give_up(too_late(self._limit_s), call)
+            return call.answer.result()  # the call's own error may be a TimeoutError, too
+        except BaseException as error:
+            if not call.answer.done() or error is not call.answer.exception():  # a reward's limit, or Ctrl-C
+                self.give_up(TimeoutError("the wait was interrupted"), call)
+            raise
 
     async def wait(self, call: Call) -> Any:
         """Return the answer of a call, or raise its error, without blocking the event loop."""
@@ -227,6 +228,7 @@ class Workers:
             while self._free and self._waiting:
                 lane, item = self._waiting.popleft()
                 if item.is_over:  # the loop gave it up while it waited
+                    self._open.discard(item)
                     continue
                 self._free -= 1
                 item.release, item.loop = partial(self._end_one, item), item.loop or self._loop
@@ -258,6 +260,7 @@ def in_order(environments: Iterable[Any]) -> set[int]:
 
 async def _without_exit(make: Callable[[], Any]) -> Any:
     """Await the call.   In a task, sys.exit() would end the event loop."""
+    _IN_LANE.set(True)
     try:
         return await make()
     except (SystemExit, KeyboardInterrupt) as end:
@@ -280,8 +283,8 @@ async def within(limit_s: float | None, call: Call) -> Any:
 
 
 def is_in_lane() -> bool:
-    """Whether the caller runs in a lane: an environment that calls its own method, or another one's."""
-    return getattr(_HERE, "is_lane", False)
+    """Whether a lane or its async call asks: an environment that calls its own method, or another one's."""
+    return _IN_LANE.get()
 
 
 def too_late(limit_s: float | None) -> NoAnswer:
@@ -289,7 +292,7 @@ def too_late(limit_s: float | None) -> NoAnswer:
 
 
 def _serve(items: "SimpleQueue[WorkItem | None]") -> None:
-    _HERE.is_lane = True
+    _IN_LANE.set(True)
     while (item := items.get()) is not None:
         item.run()
         del item  # and with it the environment that its calls hold

@@ -17,7 +17,7 @@ ignores its cancellation (both are left behind); an async tool that blocks the e
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
@@ -82,7 +82,7 @@ class ToolsAtOnce:
                 return lambda **given: within(self._lanes.tool_limit_s, Call(tool, given))
             return lambda **given: self._result(row, *self._alone(row, tool, given))
         if _is_async(tool):
-            return lambda **_: _wait(*self._next_call(row))
+            return lambda **_: self._awaited(row)
         return lambda **_: self._result(row, *self._next_call(row))
 
     def _alone(self, row: int, tool: Callable[..., Any], given: Mapping[str, Any]) -> tuple[WorkItem, Call]:
@@ -96,6 +96,10 @@ class ToolsAtOnce:
             self._start_turn()
         self._check_free(row)
         return self._asked[row].popleft()
+
+    def _awaited(self, row: int) -> Coroutine[Any, Any, Any]:
+        item, call = self._next_call(row)
+        return item.wait(call)
 
     def _check_free(self, row: int) -> None:
         if self._hangs(row):
@@ -131,10 +135,6 @@ class ToolsAtOnce:
         arguments = function.get("arguments") if function else None
         by_name = isinstance(arguments, Mapping) and all(isinstance(key, str) for key in arguments)
         return Call(tool, arguments) if tool is not None and by_name else None  # type: ignore[arg-type]
-
-
-def _wait(item: WorkItem, call: Call) -> Any:
-    return item.wait(call)
 
 
 def _is_async(tool: Callable[..., Any]) -> bool:
