@@ -54,7 +54,7 @@ def _with_world(config: InnerConfig, task: Task) -> Task:
     return replace(
         task,
         rows=task.rows or world.rows(),
-        rewards=task.rewards or [world.reward],
+        rewards=task.rewards or ([] if hasattr(task.environment, "get_reward") else [world.reward]),
         environment=task.environment or world.environment(),
         hint=task.hint if task.environment else world.hint,
     )

@@ -18,6 +18,7 @@ from inner.rollouts.at_once.lanes import Lanes, in_order
 from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
+from inner.train.task import load_task
 from tests.inner.test_tools_at_once import PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 
@@ -117,6 +118,16 @@ def trained(
     parameters = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     metrics = {name: value for name, value in loop.pop_metrics().items() if "time" not in name}
     return parameters, metrics, dict(loop.trainer.environments[0].most)
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards"), [(WORLD_FILE, 0), (WORLD_FILE.replace("get_reward", "_score"), 1)], ids=["own", "none"]
+)
+def test_a_reward_of_the_users_environment_replaces_toolworlds(text: str, rewards: int, tmp_path: Path) -> None:
+    """ToolWorld's own reward asked the user's prompts for a column, and ended each session."""
+    (tmp_path / "world.py").write_text(text)
+    config = InnerConfig(model="toolworld", sampling={"environment": "world.py:World"}, batch_size=8)
+    assert len(load_task(config, {"environment": tmp_path / "world.py"}).rewards) == rewards
 
 
 @pytest.mark.parametrize("number", [16, 3])
