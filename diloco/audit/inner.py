@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,7 @@ from diloco.outer.frozen import refuse_other_base
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
+from diloco.process.processes import library_versions
 from diloco.process.ranks import forget_launcher
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
@@ -44,6 +46,8 @@ from diloco.replica.rollouts import BucketPlaces
 from diloco.run.combinations import staleness_of
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
+from diloco.runlog.reader import read_report
+from diloco.runlog.sessions import versions_in
 from inner import build_inner
 from inner.errors import InnerError
 from inner.rollouts.bundle import Bundle
@@ -303,8 +307,20 @@ class _Session(StandIn):
             self._to.close.append(share)
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
+        if self._other_versions:
+            text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {self._other_versions}"
+            self._to.unchecked.append(text)
+            return
         text = f"its rollouts, rows and settings give another pseudogradient{how}"
         self._to.off.append((offer.step, offer.blob, str(self._holder), text))
+
+    @cached_property
+    def _other_versions(self) -> str:
+        """Return the libraries whose versions are others here than in the session; "" if all are equal or unknown."""
+        here = versions_in(library_versions())
+        found = [x.versions for x in read_report(self._run.store).sessions if (x.slot, x.generation) == self._holder]
+        other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
+        return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
 
     def _note_blindness(self, offer: Offer) -> None:
         """Note once that from this offer on the session trained on rollouts that are gone."""

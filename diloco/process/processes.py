@@ -20,12 +20,14 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from importlib import metadata
 
 from diloco.process import exitcodes
 from rendezvous.machine import is_alive, machine_name, start_ticks
 
 PLACE_ENV = "DILOCO_PLACE"
 DEVICE_ENV = "DILOCO_DEVICE"
+COMPUTING = ("serverless-diloco", "torch", "transformers", "trl", "peft")
 MARKS = "diloco-runs"
 SERVERS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
            "HF_S3_ENDPOINT", "MODAL_ENVIRONMENT")  # fmt: skip
@@ -47,6 +49,12 @@ def host_words(host: str) -> str:
 def device_name() -> str:
     """Return the name of this process's device, "" if the launcher did not set it (platforms/machine/gpu.py)."""
     return os.environ.get(DEVICE_ENV, "")
+
+
+def library_versions() -> str:
+    """Return the versions of the libraries that compute a pseudogradient, as "torch 2.13.0, trl 1.16.0, …"."""
+    found = {d.name: d.version for name in COMPUTING for d in metadata.Distribution.discover(name=name)}
+    return ", ".join(f"{name} {version.partition('+')[0]}" for name, version in found.items())
 
 
 def process_name(pid: int) -> str:

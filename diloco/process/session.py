@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.process import exitcodes
 from diloco.process.journal import Journal
-from diloco.process.processes import device_name, host_name, mark_run, start_ticks
+from diloco.process.processes import device_name, host_name, library_versions, mark_run, start_ticks
 from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
 from inner.masking import mask_secrets
 from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
@@ -105,7 +105,10 @@ class Session:
         self._journal = Journal(store, self.clock, slot, self.rv.generation)
         for event, fields in self._early:
             self.emit(event, **fields)
-        self.emit("claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name())
+        self.emit(
+            "claimed", generation=self.rv.generation, pid=os.getpid(), host=host_name(), device=device_name(),
+            versions=library_versions(),
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()

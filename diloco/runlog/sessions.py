@@ -33,6 +33,7 @@ class SessionSummary:
 
     seen, said: the reasons for its end that its supervisor saw, and that the session itself logged.
     device: the name of the training device, "" if unknown.
+    versions: those of its libraries, by name; empty if unknown.
     restarted_by: the platform that restarted the same launch, "" if none did.
     """
 
@@ -49,6 +50,7 @@ class SessionSummary:
     seen: str = ""
     said: str = ""
     device: str = ""
+    versions: dict[str, str] = field(default_factory=dict[str, str])
     restarted_by: str = ""
 
     @property
@@ -91,10 +93,17 @@ def apply_event(sessions: Mapping[Owner, SessionSummary], e: dict[str, Any]) -> 
         session.said = own_words(e)
     if session is not None and e.get("device"):
         session.device = str(e["device"])
+    if session is not None and e["event"] == "claimed":
+        session.versions = versions_in(str(e.get("versions", "")))
     if session is not None and e["event"] == "joined":
         session.joined, session.joined_step = e["at"], e.get("step", 0)
     if session is not None and e["event"] in SESSION_ENDS and session.how in ("running", "replaced", "lost"):
         session.ended, session.how = e["at"], e["event"].replace("_", " ")
+
+
+def versions_in(text: str) -> dict[str, str]:
+    """Return the versions in the text of `library_versions`, by name."""
+    return dict(re.findall(r"([\w.-]+) ([\w.!+-]+)", text))
 
 
 def _find_ended(sessions: Mapping[Owner, SessionSummary], e: Mapping[str, Any]) -> SessionSummary | None:

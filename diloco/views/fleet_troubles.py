@@ -6,6 +6,7 @@
     r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
     commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
     beat     at 12:00, and the step that it follows at 14:00               clock         a minute and more
+    r00, r02: trl 1.16.0      r01: trl 1.15.0                               versions
 
 Each detector is a pure function of a report, the time and the costs.
 
@@ -289,4 +290,25 @@ def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
         )
         for beat, skew in skews
         if run_state(report) == "running" and abs(skew) >= SKEW_S
+    ]
+
+
+def versions(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
+    """Find running replicas that compute with another version of a library than most of the others."""
+    running = [x for x in report.sessions if x.how == "running" and run_state(report) == "running"]
+    names = sorted({name for session in running for name in session.versions})
+    used = {name: Counter(x.versions[name] for x in running if name in x.versions) for name in names}
+    usual = {name: versions.most_common(1)[0][0] for name, versions in used.items()}
+    advice = "install the same versions at all places; a replica computes with them from its next session on"
+    return [
+        trouble(
+            "versions",
+            f"it runs {name} {session.versions[name]}, and most replicas run {name} {usual[name]}",
+            advice,
+            step=session.joined_step,
+            slot=session.slot,
+        )
+        for session in running
+        for name in names
+        if session.versions.get(name, usual[name]) != usual[name]
     ]

@@ -40,6 +40,7 @@ DETECTORS: Mapping[str, Detector] = {  # the most urgent first
     "waits": fleet.waits,
     "snapshot_late": fleet.snapshot_late,
     "clock": fleet.clock,
+    "versions": fleet.versions,
 }
 
 

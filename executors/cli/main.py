@@ -95,6 +95,9 @@ class Parser(ArgumentParser):
     """argparse's parser, without a usage text before each error."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        verb = self._verb_parser(args[0]) if args else self
+        if verb is not self and "--run" not in verb._option_string_actions:  # `diloco status --run X`
+            args = [word.removeprefix("--run=") for word in args if word != "--run"]
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             from executors.preflight.mistyped import unknown_words

@@ -83,6 +83,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
     assert len(bundles) == 2 * 2 * 4
+    _other_settings_give_others(killed)
     _frozen(killed, tmp_path / "traces.jsonl", 16 * len(bundles))
     _flip(bundles[0])
     again = audited(killed)
@@ -98,6 +99,19 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     last.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])  # a bit of its record: step 0 in place of 1
     (_, found) = audited(killed).off
     assert found[1].endswith("/0000000007/0000.0.bundle") and "names outer step 0, and it was sampled on" in found[3]
+
+
+def _other_settings_give_others(fleet: Fleet) -> None:
+    """With another learning rate all differ; a session of another TRL is not accused."""
+    run = read_run(fleet.url)
+    inner = {**run.record.config["inner"], "lr": 1e-2}
+    run = replace(run, record=replace(run.record, config={**run.record.config, "inner": inner}))
+    assert len(recompute_offers(run).off) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diloco.audit.inner.library_versions", lambda: "trl 9.9, torch 1.0")
+        found = recompute_offers(run)
+    assert not found.off and len(found.unchecked) == 4
+    assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]
 
 
 @pytest.mark.slow  # makes_anew, BucketPlaces and the simulator are tested by default

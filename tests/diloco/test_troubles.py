@@ -215,6 +215,20 @@ def test_a_clock_that_differs_is_told_and_its_replica_is_not_silent(skew_s: floa
     assert row.phase == "train" and row.beat_age_s is not None and row.beat_age_s < 5
 
 
+OLDER = "it runs trl 1.15.0, and most replicas run trl 1.16.0"
+
+
+@pytest.mark.parametrize(("trl", "told"), [("1.15.0", OLDER), ("1.16.0", "")])
+def test_a_replica_with_another_version_of_a_library_is_told(trl: str, told: str) -> None:
+    """Before: replicas of two platforms trained by two versions of TRL, and no view and no log said so."""
+    planted = Planted(4)
+    planted.claim("r02", 1, 0.5)
+    for slot, version in (("r00", "1.16.0"), ("r01", trl), ("r02", "1.16.0")):
+        planted.tell(slot, 1, 0.6, "claimed", versions=f"torch 2.13.0, trl {version}")
+    seen = found_in(planted.report()).get("versions")
+    assert (seen.slot, seen.text) == ("r01", told) if told else seen is None
+
+
 def waiting(report: Report, fast_wait_s: float, slow_s: float) -> Report:
     """The same run; r00 trains for 60 s and waits, r01 trains for `slow_s` with as many inner steps."""
     for step in report.steps:

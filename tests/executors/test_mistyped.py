@@ -54,6 +54,13 @@ def test_an_option_before_the_verb(capsys):
     )
 
 
+@pytest.mark.parametrize("typed", [["--run", "X"], ["--run=X"], ["--json", "--run", "X"]])
+def test_run_may_be_written_as_trains_option(typed):
+    """Before: "there is no option --run", or "RUN must be given", for a word that `diloco train` had taken."""
+    args = cli.make_parser(["verify"]).parse_args(["verify", *typed])
+    assert args.run == "X" and args.json == ("--json" in typed)
+
+
 def test_options_that_may_be_given_again(capsys, config):  # noqa: F811
     typed = ["plan", config, "--set", "fleet.steps=3", "--set", "fleet.replicas=1"]
     assert say(capsys, *typed)[0] == 0 and "r01" not in say(capsys, *typed)[1]
