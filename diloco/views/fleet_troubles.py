@@ -280,6 +280,9 @@ def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     beats = [beat for slot, beat in sorted(report.beats.items()) if slot in running and beat.phase != "left"]
     skews = [(beat, beat.at - min(written_at(beat, report.steps, now), now)) for beat in beats]
     advice = "set that machine's clock; until then, hours, prices and the order of logs may be wrong"
+    if run_state(report) == "running" and len(skews) > 1 and (least := min(skew for _, skew in skews)) >= SKEW_S:
+        text = f"this machine's clock is {duration(least)} behind the clocks of all {len(skews)} replicas"
+        return [trouble("clock", text, "set this machine's clock; until then, ages and prices are wrong", step=0)]
     return [
         trouble(
             "clock",

@@ -215,6 +215,16 @@ def test_a_clock_that_differs_is_told_and_its_replica_is_not_silent(skew_s: floa
     assert row.phase == "train" and row.beat_age_s is not None and row.beat_age_s < 5
 
 
+def test_a_clock_of_this_machine_that_is_behind_is_told_once() -> None:
+    """Before: each replica was accused of a clock that is ahead."""
+    report = Planted(12).report()
+    now = report.steps[-1].at - 7200.0
+    for slot in ("r00", "r01"):
+        report.beats[slot] = Beat(slot, 1, 9, "train", 12, 0, 0.0, now + 7200.0)
+    (seen,) = [one for one in find_troubles(report, now) if one.kind == "clock"]
+    assert seen.slot == "" and seen.text == "this machine's clock is 2 h 00 min behind the clocks of all 2 replicas"
+
+
 OLDER = "it runs trl 1.15.0, and most replicas run trl 1.16.0"
 
 
