@@ -29,10 +29,11 @@ from diloco.run.script import Script, ScriptConfig
 from diloco.run.sibling_modules import find_siblings
 from diloco.units import byte_size
 from executors.preflight.run_url import UsageError
-from executors.preflight.secret_names import is_secret
+from executors.preflight.secret_names import holds_secret, is_secret
 
 MOST_BYTES = 20_000_000
 JOINS = ("DiLoCoCallback", "make_diloco")
+KEY_STAYS = "which holds a key: give its value by --secret; --file {} sends it"
 SECRET_STAYS = "which has the name of a secret: give its value by --secret, or the file another name"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
@@ -77,6 +78,9 @@ def read_script(
     files = {**dict(_named(folders, siblings, arguments, more)), **dict(_code(base, siblings))}
     ignored = _left_out(folders, files, [os.path.normpath(one) for one in more])
     unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
+    asked = {name for name, _ in _named(folders, [], [], more)}
+    keys = {one for one in set(files) - asked if not is_code(one) and holds_secret(files[one])}
+    unsent |= {one: KEY_STAYS.format(shlex.quote(one)) for one in keys}
     unsent |= {one: SECRET_STAYS for one, file in files.items() if is_secret(one) or is_secret(file.resolve().name)}
     sent = {one: file for one, file in files.items() if one not in unsent}
     _refuse_large(sent)
@@ -232,7 +236,7 @@ def _refuse_large(files: dict[str, Path]) -> None:
 
 
 def _notes(
-    files: Collection[str],
+    files: Mapping[str, Path],
     unsent: Mapping[str, str],
     packages: Sequence[str],
     arguments: Sequence[str],
@@ -241,6 +245,8 @@ def _notes(
     yield f"sends {', '.join(sorted(files)) or 'no files: the module is installed where replicas run'}"
     for name, why in sorted(unsent.items()):
         yield f"does not send {name}, {why}"
+    for name in sorted(one for one, file in files.items() if holds_secret(file)):
+        yield f"sends {name} with a key in it, and the run's files are plain: read it from os.environ, with --secret"
     if packages:
         yield f"rented machines install {', '.join(packages)}"
     for one in sorted({*arguments, *strings}):

@@ -1,4 +1,4 @@
-"""Recognises a secret by its file's name, so that a launch does not send it: a run's files are not encrypted.
+"""Recognises a secret by its file's name or text, so that a launch does not send it: a run's files are not encrypted.
 
     slack_token.txt ─words─▶ "slack token", data ─▶ ends with a token, and no model's word stands before ─▶ a secret
     token_utils.py  ─words─▶ "token utils", code ─▶ ends with utils                                      ─▶ code
@@ -10,12 +10,16 @@ model's. A key is a secret if its owner is a service.
 
 OLDER has the patterns of an earlier release. A name that they match is a secret, too, unless it is a template.
 
-Not promised: a secret in a file of another name or language, or a module `acme_token.py` of a service that we do not
+A small file is a secret by its text if it has a private key (as Google's downloads, my-project-1234-ab12.json), or a
+service's key in its documented form.
+
+Not promised: a secret of another name, language and form, or a module `acme_token.py` of a service that we do not
 know.
 """
 
 import re
 import unicodedata
+from pathlib import Path
 
 KEY_FILE = re.compile(
     r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)"
@@ -50,6 +54,19 @@ DATA = re.compile(
     rf".*({SECRET}|credentials|service ?account).*|.*credential( .*)?|.*{KEPT}{STAGE}"
     rf"|(?!(.* )?{MODEL} ?token).*token{STAGE}|{SERVICE}+tokens{STAGE}|(.* )?({GIVES_KEYS} ?|{SERVICE})keys?{STAGE}"
 )
+SMALL = 1 << 16  # bytes: a larger file is data, which may quote a key
+FORMS = re.compile(
+    rb"-----BEGIN ([A-Z]+ )*PRIVATE KEY-----|\b(hf_[A-Za-z]{30,}|gh[opsu]_\w{36,}|github_pat_\w{50,}|glpat-[\w-]{20,}"
+    rb"|sk-[\w-]{32,}|AKIA[0-9A-Z]{16}(?<!EXAMPLE)|AIza[\w-]{35}|xox[abps]-[\w-]{20,})"
+)
+
+
+def holds_secret(file: Path) -> bool:
+    """Whether a small file's text has a private key, or a service's key."""
+    try:
+        return file.stat().st_size <= SMALL and FORMS.search(file.read_bytes()) is not None
+    except OSError:
+        return False
 
 
 def is_secret(path: str) -> bool:

@@ -198,6 +198,18 @@ def test_a_module_with_a_secret_s_own_name_is_one(name: str) -> None:
     assert is_secret(f"{name}.py")
 
 
+def test_a_file_with_a_key_in_it_stays_unless_it_is_asked_for(folder: Path) -> None:
+    """Before: my-project-12ab.json, the name of Google's own download, was sent into the bucket in plain."""
+    key = json.dumps({"type": "service_account", "private_key": "-----BEGIN PRIVATE KEY-----\nMIIE\n"})
+    (folder / "my-project-12ab.json").write_text(key)
+    (folder / "helper.py").write_text(f"EVERY = 5\nFILE = 'my-project-12ab.json'\nKEY = 'hf_{'aB' * 17}'\n")
+    found = read()
+    assert "my-project-12ab.json" not in found.config.files
+    assert any("does not send my-project-12ab.json, which holds a key" in note for note in found.notes)
+    assert any("sends helper.py with a key in it" in note for note in found.notes)
+    assert "my-project-12ab.json" in read(more=("my-project-12ab.json",)).config.files
+
+
 def test_a_module_of_secrets_is_refused(folder: Path) -> None:
     (folder / "my_secrets.py").write_text("KEY = 's3cret'\n")
     (folder / "helper.py").write_text("EVERY = 5\nimport my_secrets\n")

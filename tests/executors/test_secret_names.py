@@ -2,10 +2,11 @@
 
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from executors.preflight.secret_names import is_secret
+from executors.preflight.secret_names import holds_secret, is_secret
 
 OWNED = r"((my|our|hf|hub|huggingface|gh|github|gitlab|wandb|openai|anthropic|aws|api|access|auth|refresh)[._-]?)"
 BEFORE = re.compile(  # of the release before the last word of a name counted
@@ -55,3 +56,18 @@ def test_a_secret_is_one_in_each_spelling(name: str) -> None:
 @pytest.mark.parametrize("name", SENT)
 def test_a_name_that_only_sounds_like_a_secret_s_is_none(name: str) -> None:
     assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("-----BEGIN DSA PRIVATE KEY-----", True), ("X = 'hf_" + "aB" * 17 + "'", True), ("sk-ant-" + "x" * 40, True),
+        ("AKIAIOSFODNN7ABCDEFG", True), ("AKIAIOSFODNN7EXAMPLE", False), ("hf_token = os.environ['HF_TOKEN']", False),
+        ("-----BEGIN PUBLIC KEY-----", False), ("-----BEGIN PRIVATE KEY-----" + " " * (1 << 16), False),
+    ],
+    ids=str.split("ssh hub anthropic aws aws-example environ public large"),
+)  # fmt: skip
+def test_a_key_is_known_by_its_form(tmp_path: Path, text: str, held: bool) -> None:
+    (tmp_path / "file").write_text(text)
+    assert holds_secret(tmp_path / "file") == held
+    assert not holds_secret(tmp_path / "absent")
