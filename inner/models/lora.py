@@ -31,7 +31,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
     """Add a new adapter.   base_name, commit: of a base on the Hub.   Raises InnerError if targets match no layer."""
     from peft import LoraConfig, get_peft_model
 
-    _refuse_unmatched(model, settings)
+    layers = _layers_matched(model, settings)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -44,8 +44,11 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         try:
             adapted: Any = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
-            first = str(error).splitlines()[0]
-            raise InnerError(f"[inner.lora] does not fit this model: {first}. Correct that table.") from error
+            first = str(error).splitlines()[0].rstrip(".")
+            raise InnerError(
+                f"[inner.lora] does not fit this model: {first}. Correct that table, for example inner.lora.targets; "
+                f"the model's linear layers are {layers}"
+            ) from error
     adapted.peft_config["default"].base_model_name_or_path = base_name
     adapted.peft_config["default"].revision = commit
     return _freeze(adapted, settings)
@@ -88,8 +91,11 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
     return model
 
 
-def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
-    """Raise InnerError for a target that matches no layer. PEFT only raises if all targets match none."""
+def _layers_matched(model: Any, settings: LoraSettings) -> str:
+    """Return the names of the model's linear layers, without its head.
+
+    Raises InnerError for a target that matches no layer. PEFT only raises if all targets match none.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = [(name, module) for name, module in model.named_modules() if type(module).__name__ in KINDS]
     linear = [name for name, module in layers if module is not head]
@@ -100,9 +106,10 @@ def _refuse_unmatched(model: Any, settings: LoraSettings) -> None:
             "past an adapter, so the adapter would never be trained. Take it out of inner.lora.targets."
         )
     unmatched = [t for t in settings.names if not any(name == t or name.endswith(f".{t}") for name in linear)]
+    found = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
     if unmatched or not linear:
-        found = sorted({name.rpartition(".")[2] for name in linear})
         raise InnerError(
             f"lora.targets = {settings.targets!r}: no linear layer of this model is called "
-            f"{', '.join(unmatched) or 'anything'}. It has {', '.join(found) or 'none'}. Correct inner.lora.targets."
+            f"{', '.join(unmatched) or 'anything'}. It has {found or 'none'}. Correct inner.lora.targets."
         )
+    return found
