@@ -113,12 +113,12 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "diverged": EventKind(
         LOSS, "The replica's weights, or its base, had another digest than the run's. The next session heals.",
-        "the next session heals; if it comes again: another machine, or your own code writes to frozen weights",
+        "the next session heals; if it happens again, try another machine; your own code may write to frozen weights",
     ),
     "outdated": EventKind(LOSS, "An object that a session needed was deleted (fleet.keep). The next session heals."),
     "bad_delta": EventKind(
         LOSS, "The replica's pseudogradient held NaN or infinity, or was far too long. The slot's next session heals.",
-        "a smaller inner.lr, or float32 weights, if it comes again",
+        "if it happens again, set a smaller inner.lr, or use float32 weights",
     ),
     "gave_up": EventKind(
         LOSS, "No progress for too long: the replica ended (exit code 75). If you start it again, it continues.",

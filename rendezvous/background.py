@@ -119,7 +119,7 @@ class Worker:
 
     def __init__(self, emit: Emit = no_emit) -> None:
         self._emit = emit
-        self._jobs: deque[Job] = deque()  # the first one is under way
+        self._jobs: deque[Job] = deque()  # the first job is running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ended: BaseException | None = None

@@ -197,12 +197,12 @@ def _conclusion(found: Blame) -> list[str]:
     most = found.ranked[0]
     if found.better == UNKNOWN:
         size = f"{abs(found.change(most)):.4g} {_side(found, most)}"
-        return [f"{most.name} moved the number most: without this offer, the number would be {size}"]
+        return [f"{most.name} moved the number most: without it, the number would be {size}"]
     harm = found.harm
     if harm is None:
-        return ["none is to blame: without any single one, the number would be worse, or better only within the noise"]
+        return ["nothing is to blame: each single omission makes the number worse, or better only within the noise"]
     size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
-    return [f"{harm.name} did most harm: without this offer, the number would be {size}"]
+    return [f"{harm.name} did most harm: without it, the number would be {size}"]
 
 
 def _side(found: Blame, one: Without) -> str:

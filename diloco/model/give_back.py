@@ -30,7 +30,7 @@ from rendezvous.records.records import Commit, Mean, Snapshot, WireError
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
 PATIENCE_S = 20.0
-AT_ONCE = 1000  # most keys in a DELETE
+AT_ONCE = 1000  # at most so many keys in a DELETE
 KINDS = ("delta", "mean", "snapshot")
 R = TypeVar("R", Commit, Mean, Snapshot)
 

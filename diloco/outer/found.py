@@ -1,4 +1,4 @@
-"""Found the run of a loop that has no run.toml: a script's, or any loop's around make_diloco.
+"""Create the run of a loop that has no run.toml: a script's, or any loop's around make_diloco.
 
     no run.json at the URL  ─▶ write it: the loop's mathematics, its layout, what is frozen
     run.json exists there   ─▶ compare, and take its codec                                    WrongRun if it differs

@@ -1,4 +1,4 @@
-"""Processes: their names, which no reused pid matches, the runs that they work for, and their place.
+"""Name processes so that no reused pid matches, and find the runs that they work for and the place where they run.
 
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
     mark_run(url)        ─▶ an anonymous file of this process, with one digest for each run

@@ -8,8 +8,8 @@
 
     drawn    SHA-256(commit T−1 ‖ key ‖ nonce) is below the share; T: the outer step that trains it
 
-A verdict binds this session, its replacements and an audit.  A later session's verdict does not bind an audit of an
-earlier one.  The rest depends on the chain and on verdicts of earlier places, so every session decides alike.  Only
+A verdict binds this session, its replacements and an audit.  An audit of an earlier session ignores it.  The rest
+depends on the chain and on verdicts of earlier places, so every session decides alike.  Only
 sums on another machine could differ; so the first verdict counts.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that

@@ -6,9 +6,9 @@
     generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
-trains them.  A bundle of an earlier t has older weights.  An actor's bundle has log-probs: it is used if at most
-fleet.staleness outer steps older, and if it passes a check (door.py).  A session's is not used.  This depends
-only on the chain and on records, so every session of a slot decides alike.
+trains them.  A bundle of an earlier t has older weights.  An actor's bundle, which has log-probs, is used if it is at
+most fleet.staleness outer steps older and passes a check (door.py).  A session's older bundle is not used.  This
+depends only on the chain and on records, so every session of a slot decides alike.
 
 A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
 predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
@@ -18,7 +18,7 @@ If the store fails, a bundle is not recorded, but no step is lost: the trainer c
 With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
 no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.
 
-Not promised: that two machines compute the same weights inside a round, so that later generations of it may differ.
+Not promised: that two machines compute the same weights inside a round; so a round's later generations may differ.
 """
 
 from collections.abc import Callable

@@ -231,7 +231,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
 
-        schedulers: scheduler -> optimizer steps per step of it.   planned: optimizer steps of the trainer's plan.
+        schedulers: scheduler -> optimizer steps per scheduler step.   planned: optimizer steps of the trainer's plan.
         steps: optimizer steps of one replica."""
         assert self.loop is not None
         slot = slot_index(self.slot)

@@ -149,11 +149,11 @@ def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any
 
 def _diverged_words(report: Report, event: dict[str, Any], session: SessionSummary, times: int) -> Trouble:
     fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity) or far too large"
-    advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
+    advice = "its next session heals from the bucket; if it happens again, set a smaller inner.lr, or use fp32 weights"
     if event["event"] == "diverged":
         fault = "other weights than the run, or a changed base (another digest)"
-        advice = "its next session heals from the bucket; if it comes again, and on that machine alone, use another "
-        advice += "machine; if on several machines, your own code may write to frozen weights"
+        advice = "its next session heals from the bucket; if it happens again only on that machine, use another "
+        advice += "machine; if it happens on several machines, your own code may write to frozen weights"
     often = f", {times} times by now" if times > 1 else ""
     text = f"{session.name} had {fault}{often}" + (f": {session.why}" if session.why else "")
     return trouble("diverged", text, advice, step=_step_of(report, event["at"]), slot=session.slot)
@@ -171,7 +171,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers, pseudogradients and rollouts of RECENT_STEPS outer steps that no session of this run wrote.
+    """Find invalid offers, pseudogradients and rollouts in RECENT_STEPS outer steps, not of a session of this run.
 
     `diverged` finds those of a session."""
     names = [f"/delta/{session.name}-" for session in report.sessions]

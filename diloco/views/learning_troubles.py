@@ -213,8 +213,8 @@ def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trou
     if before is None or after is None or after <= before:
         return []
     scores = " to ".join(score_words(e.headline[1]) for e in (best, newest))
-    text = f"held out, the reward fell from {scores} (θ_{best.step} to θ_{newest.step}), while training rose"
-    text += f" from {before:.3g} to {after:.3g}"
+    text = f"held out, the reward fell from {scores} (θ_{best.step} to θ_{newest.step}), while the training"
+    text += f" reward rose from {before:.3g} to {after:.3g}"
     advice = (
         f"export θ_{best.step} (`diloco export RUN --best`), or go back: `diloco train CONFIG --from RUN@{best.step}`"
     )
@@ -234,11 +234,11 @@ def held_out_differs(report: Report, now: float, spent: Spending | None) -> list
     step = newest[0].step
     text = f"held out @{step}: greedy {score_words(greedy)}, but sampled {score_words(sampled)}: "
     if greedy.mean > sampled.mean:
-        text += "most likely sampling goes astray where the likeliest tokens are good; training learns from samples"
+        text += "sampling probably takes bad tokens where the likeliest ones are good; training learns from samples"
         advice = "lower inner.sampling.temperature, or set top_p in [inner.trl]; `diloco watch RUN`, key o: completions"
     else:
-        text += "most likely the likeliest tokens end in a loop or never end"
-        advice = "read greedy completions of an export; a larger max_completion_length or a use that samples may do"
+        text += "the likeliest tokens probably end in a loop, or never end"
+        advice = "read greedy completions of an export; try a larger max_completion_length, or sample in use"
     return [trouble("held_out_differs", text, advice, step=step)]
 
 

@@ -241,7 +241,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), duplicate=True)
     for status in launches.unbooked:
         unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
-        lost = f"; {work} went with it" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
+        lost = f"; lost: {work}" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
         journal.emit("ended", **{**end_fields(status), "reason": status.reason + lost}, **unseen)
     journal.emit("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
     journal.flush()

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED = 63  # most batches in a row for which no hints are requested
+MOST_SKIPPED = 63  # at most so many batches in a row for which no hints are requested
 LAST_MESSAGES = 6  # how many messages before the turn the hint model sees
 WRITER = (
     "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "

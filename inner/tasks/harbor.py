@@ -77,7 +77,7 @@ def load_harbor(text: str) -> HarborTask:
 def local_fault(image: str, paths: Iterable[str]) -> str:
     """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
     if image:
-        return f"a local box has no images, and this task has {image!r}. Use another provider, or leave it out."
+        return f"a local box has no images, and this task has {image!r}. Use another provider, or leave the image out."
     for path in paths:
         if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
             return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
@@ -183,7 +183,8 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left:
 
 
 def _named(folder: Path, source: str) -> list[Path]:
-    """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may mean several."""
+    """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may match
+    several."""
     inside = posixpath.normpath(source.lstrip("/") or ".")
     pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
     found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []

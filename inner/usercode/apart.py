@@ -88,7 +88,7 @@ class _Process:
         return changed
 
     def _tell(self, what: str, changed: list[str]) -> None:
-        """Note the changes of this part of the user's code that are not noted yet."""
+        """Note those changes by this part of the user's code that were not noted before."""
         new = [name for name in changed if f"{what} {name}" not in self.told]
         self.told |= {f"{what} {name}" for name in new}
         if new:

@@ -131,7 +131,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 
 
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
-    """Return the config and the files that the parent gave to `ask_child`; keep what texts and rewards need of it."""
+    """Return the config and the files that the parent gave to `ask_child`; store its folders and steps for messages."""
     reward_words.FOLDERS[:] = asked["folders"]
     reward_form.START.max_steps = asked.get("steps") or reward_form.START.max_steps
     return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}

@@ -36,7 +36,7 @@ from rendezvous.store import Readable, Store, put_once
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
 MOST_AT_ONCE = 64  # numbered records in one round of requests
-NOTE = 1000  # most characters of a heartbeat's note
+NOTE = 1000  # at most so many characters of a heartbeat's note
 JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
 
 # A control record may contain some of these settings, and overrides them.
@@ -210,14 +210,14 @@ def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None
 def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
     """Raise RecordsLost if a commit has a higher quorum than every control record that is left.
 
-    A commit follows control records that were durable before it, so the record with its quorum existed and is lost.
+    A closer follows every control record that is durable before its commit, so the record with this quorum was lost.
     """
     known = max(wanted.highest_quorum, wanted.min_replicas)
     for commit in commits:
         if commit.m > known:
             raise RecordsLost(
                 f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
-                f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
+                f"{store.url}/{layout.CONTROLS} no record asks for more: one was overwritten or has vanished. "
                 f"Without it the run has another quorum, so no replica joins or closes a step. {RESTORE}"
             )
 
@@ -469,7 +469,7 @@ class Membership:
 
     def _look_for_commit(self) -> None:
         if self.status.phase in ("wait", "sample") or self.decided >= self.status.step:
-            return  # a replica that waits for the decision reads it itself; an actor needs none
+            return  # a replica that waits for the decision reads the commit itself; an actor needs no commit
         often = may_be_decided(self.awake_s - self._opened, self._pace)
         self._do_every(self.timing.beat if often else max(3 * self.timing.beat, self._pace / 2), self._read_commit)
 
@@ -486,7 +486,8 @@ class Membership:
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
     def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
-        """Read the beats of these slots that are due: last read one beat (or `apart` seconds) ago, or maybe dead now.
+        """Read the beats of these slots that are due: read one beat (or `apart` seconds) ago, or of a slot that may be
+        dead.
 
         Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """

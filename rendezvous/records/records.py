@@ -192,7 +192,7 @@ class Offer(Record):
 class Listed:
     """One offer as a commit lists it, with all fields that a reader needs to fetch it and to check its weight.
 
-    factor: the factor in the weight by which the norm gate reduced it; 1 if it did not.
+    factor: the number by which the norm gate multiplied the weight; 1 if the norm was not too long.
     """
 
     step: Step

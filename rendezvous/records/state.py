@@ -78,7 +78,7 @@ class Digests:
     def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
         self._state = state
         self._name = name
-        self.map: Map = lambda digest, arrays, size: map(digest, arrays)  # a caller with threads sets theirs
+        self.map: Map = lambda digest, arrays, size: map(digest, arrays)  # a caller with threads replaces it
         self._right = [self._digest_now(f) for f in range(fragments)]
 
     @property

@@ -63,7 +63,7 @@ PARTS_AT_ONCE = 8
 STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream: a part's bytes, parts at a time; most parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
-BULK = 256  # most keys per delete request: Azure's limit; a missing key makes its whole request fail
+BULK = 256  # at most so many keys per delete request: Azure's limit; a missing key makes its whole request fail
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
 

@@ -44,7 +44,7 @@ from rendezvous.layout import is_actor
 FORMAT = 1  # of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
 NEWEST_EVENTS = 300
-LONGEST = 2000  # most characters of one text of the config, or of an event
+LONGEST = 2000  # at most so many characters of one text of the config, or of an event
 MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 

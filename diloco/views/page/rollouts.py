@@ -29,7 +29,7 @@ from rendezvous.stores.ahead import Ahead
 
 SESSIONS = 2  # sessions whose rollouts are read, of the first ones and of the newest ones
 MOST = 3  # rollouts of one session
-LONGEST = 6000  # most characters of one turn
+LONGEST = 6000  # at most so many characters of one turn
 REACH = 6  # of the galloping at the first look; later only the next number is requested
 
 

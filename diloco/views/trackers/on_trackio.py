@@ -11,7 +11,7 @@ trackio's internal functions, as they are in the version that our extra requires
 
     trackio show --project {project}
 
-Not promised: commit times on a server, which uses the time when a row arrives.
+Not promised: the times of commits on a server: it stores the time when a row arrives.
 """
 
 import json

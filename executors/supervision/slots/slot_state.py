@@ -35,7 +35,7 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Whether the handle's status can be polled.  A local process of another machine shows only heartbeats."""
+    """Whether the handle's status can be polled; of another machine's local process, only heartbeats are seen."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 

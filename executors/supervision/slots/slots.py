@@ -199,7 +199,7 @@ class Slots:
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
             self.emit("ended", **{**end_fields(status), **who}, **unseen)
             if state.lost:
-                reason = f"killed, as it had not left in time; {state.lost} went with it"
+                reason = f"killed, as it had not left in time; lost: {state.lost}"
                 self.emit("killed", slot=state.slot, **who, reason=reason)
             return
         if status.state is State.CANCELLED and state.replacing_at is None:

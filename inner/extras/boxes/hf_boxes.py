@@ -35,7 +35,7 @@ from inner.extras.boxes.box import (
 
 IMAGE, FLAVOR = "python:3.12", "cpu-basic"
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}  # the Hub's units of a price
-FOLDER = "BOX_FOLDER"  # a variable of the job; labels have no slashes
+FOLDER = "BOX_FOLDER"  # an environment variable of the job, since a label cannot have slashes
 STARTS_S = 120.0
 LIVE = ("SCHEDULING", "RUNNING")
 

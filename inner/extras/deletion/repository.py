@@ -43,7 +43,7 @@ TEST_FOLDERS = {"tests", "test", "testing"}
 LEFT_OUT = {"docs", "doc", "examples", "benchmarks", "build", "dist", "node_modules", "venv", "setup.py", "noxfile.py"}
 SETTINGS = {"pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini"}
 RUNNER = (Path(__file__).parent / "inside_suite.py").read_text()
-MOST_TESTS = 5  # most tests of each kind in a task
+MOST_TESTS = 5  # at most so many tests of each kind in a task
 
 
 @dataclass(frozen=True)

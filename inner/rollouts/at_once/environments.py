@@ -77,7 +77,7 @@ def replace_hung(trainer: Any) -> None:
 
 
 def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
-    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: this rank's number of rows."""
+    """Make the rewards of rollouts that hung, on all ranks, NaN; report it.   rows: this rank's number of rows."""
     lanes: Lanes = trainer.lanes
     hung_B = torch.tensor([row in lanes.hung for row in range(rows)], device=rewards_B_F.device)
     rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan

@@ -200,7 +200,8 @@ class Lanes:
 
 
 class _Resident(NamedTuple):
-    """An environment, which keeps its id while it is here, its lane, and the thread that made it; None: another one."""
+    """An environment (stored, to keep its id unique), its lane, and its maker's thread; None if another thread replaced
+    it."""
 
     environment: Any
     lane: Lane

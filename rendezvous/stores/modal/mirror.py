@@ -13,8 +13,8 @@ twice, and no blob is lost.
 
 A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
 it, so a new decision contradicts no remaining object.  A process that was suspended for a week checks the mark before
-its next request, and then finds the decided registers.  If entries are overwritten, such as beats, each process mirrors
-only its first version; an old beat counts as silence.
+its next request, and then finds the decided registers.  Of an entry that is overwritten, such as a beat, each process
+mirrors only its first version; an old beat counts as silence.
 
 Not promised: a correct run if a person changes a volume or a dict by hand, or if clocks are wrong by more than a day.
 """
