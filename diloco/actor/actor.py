@@ -104,7 +104,7 @@ class Actor:
         return Sampler(self._loop.trainer)
 
     def act(self) -> bool:
-        """Sample for one place, if one is open.   Return whether it did."""
+        """Sample for one place, if one is open.   Return whether a place was open."""
         if (newest := self._follower.poll()) is not None:
             newest.load_into(self._loop.model)
             self._sampler.load()

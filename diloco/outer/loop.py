@@ -119,7 +119,7 @@ class OuterLoop:
         return self.committed() * self.interval + self.diloco._local_step
 
     def progress(self, before: int, steps: int) -> dict[str, int]:
-        """Return a TrainerState's position and end: the run's, or a later round's.   before: the parent's steps."""
+        """Return a TrainerState's position and end: of the run, or of a later round.   before: the parent's steps."""
         begin, end = before * self.interval, max(steps, self.committed() + 1) * self.interval
         return {"global_step": begin + self.position(), "max_steps": begin + end}
 

@@ -153,7 +153,7 @@ class RunConfig:
             fixed["reward_weights"] = weights
         if models := self.inner.rewards.models:
             fixed["reward_models"] = models
-        if self.eval is not None:  # changes no weight, but mixed settings would make two curves of one
+        if self.eval is not None:  # changes no weight, but with other settings the run's curve would break
             unnamed = ("prompts",) if self.eval.task else ("prompts", "task", *TASK_ONLY)
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # its address may change

@@ -49,8 +49,8 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series of numbered records.   low: at least so many exist.   high: this one does not.   reach: keys to probe.
-    then(n): called when the length n is known."""
+    """A series of numbered records.   low: at least so many exist.   high: no record has this number.
+    reach: keys to probe.   then(n): called when the length n is known."""
 
     key: Numbered
     low: int

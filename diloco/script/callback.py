@@ -147,7 +147,7 @@ class DiLoCoCallback(TrainerCallback):
         loader, self._skipping = self._skipping, None
         if loader is not None and self.loop is not None:
             if self.loop.position() * args.gradient_accumulation_steps == loader.skip_batches:
-                control.should_training_stop = False  # all rows of this pass were skipped; the next one has them
+                control.should_training_stop = False  # all rows of this pass were skipped; train on the next pass
             loader.skip_batches = 0
         self.watch(saves=control.should_save)
 

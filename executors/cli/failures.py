@@ -35,8 +35,8 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the
-    same command may work later, and the exit code says so."""
+    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the same
+    command may work later, as the exit code tells."""
     from diloco.process import exitcodes
     from diloco.process.disk import is_full
     from diloco.views.trackers.tracker import TrackerBusy

@@ -83,7 +83,7 @@ def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leave_with(launchers: str) -> None:
-    """Wait until all processes that the file names have ended; then SIGTERM this one, and SIGKILL its group later."""
+    """Wait for the end of all processes that the file names; then SIGTERM this process, and SIGKILL its group later."""
     names = list[str]()
     while True:
         with suppress(OSError), open(open_own(launchers), encoding="ascii") as file:

@@ -15,7 +15,7 @@
 
 Each function returns a sentence about a mistake, or "".
 
-Not promised: checks of the contents of a Modal secret or an image; notes say so.
+Not promised: checks of the contents of a Modal secret or an image; notes name them.
 """
 
 import importlib.util

@@ -205,7 +205,7 @@ class Supervisor:
         try:
             outcome = self.tick()
             self._trouble_since = None
-            if self.lease.trouble:  # a full disk: the replicas wait, and no event can say so
+            if self.lease.trouble:  # a full disk: the replicas wait, and no event can report it
                 self._say_waiting(f"{WAITING}: {self.lease.trouble}")
             else:
                 self._said_at = float("-inf")

@@ -123,7 +123,7 @@ class LLMHints:
         return read_hint(self._answers[state["state_id"]])
 
     def _ask_model(self, states: Sequence[TraceState]) -> None:
-        """Store an answer for every state; "" if the model gave none. Never raises."""
+        """Store an answer for every state; "" if the model gave no hint. Never raises."""
         self._answers |= {state["state_id"]: "" for state in states}
         if self._to_skip:
             self._to_skip -= 1

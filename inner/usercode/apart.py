@@ -104,7 +104,7 @@ _PROCESS = _Process()
 @contextmanager
 def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
     """Run the block apart from training.   what: the code's name in notes.   draws: it has the rewards' own random
-    state; else it begins with the trainer's, like a newly loaded file's."""
+    state; else it begins with the trainer's state, like a newly loaded file."""
     _PROCESS.enter(file, draws=draws)
     try:
         yield

@@ -151,7 +151,7 @@ def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
 
 
 def missing_package(error: BaseException) -> str:
-    """Return the top-level package whose absence caused this error; "" if the cause is another one."""
+    """Return the top-level package whose absence caused this error; "" for another cause."""
     for cause in causes_of(error):
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             top = cause.name.partition(".")[0]

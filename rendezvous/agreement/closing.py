@@ -168,7 +168,7 @@ class Committer:
         return found
 
     def _listed_offers(self, wanted: Wanted) -> dict[str, Offer]:
-        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only the new ones."""
+        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only new offers."""
         there = self._listed_slots()
         return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
 

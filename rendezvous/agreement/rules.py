@@ -125,7 +125,7 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 
     The writer's own clock, and the number of its beats, each tell how long the writer was active between the two beats.
     The writer was silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The
-    smaller one is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age
+    smaller age is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age
     smaller still, so that the errors of two clocks do not add up.  The age is at most `elapsed`, because `new` was not
     there at the earlier look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.

@@ -63,7 +63,7 @@ class ThreadedReducer(Reducer):
             self._threads.in_runs(average, shards, size)
             if not self._flaws:
                 return None
-            self._idle.clear()  # a reducer reports a bad body only once, so the next pass needs new ones
+            self._idle.clear()  # a reducer reports a bad body only once, so the next pass needs new reducers
         return super().mean_of_shards(commit, shards, out, mine, packed)
 
     def _average(

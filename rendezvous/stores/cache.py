@@ -12,7 +12,7 @@
 
 This one read checks all cached commits, as each has the digest of the one before.  A damaged file is deleted, and its
 records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a
-control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the new one.
+control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the repaired record.
 
 Not promised: secrecy from readers of the user's files.  Records of a sealed run are plain text in the bucket, too.
 """

@@ -43,7 +43,7 @@ from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, pla
 if TYPE_CHECKING:
     from rendezvous.stores.spares import Spares
 
-LEAST = 1 << 20  # bytes from which on a spare file (spares.py) is faster than a new one
+LEAST = 1 << 20  # with so many bytes or more, a spare file (spares.py) is faster than a new file
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}

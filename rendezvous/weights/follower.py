@@ -139,7 +139,7 @@ class WeightsFollower:
                 self._has = None
 
     def _is_right(self, weights: Weights) -> bool:
-        """Whether the commit after the weights names the same θ; True while there is none."""
+        """Whether the commit after the weights names the same θ; True while there is no such commit."""
         commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad commit
         right = commit is None or commit.base == weights.base
         if not right:

@@ -65,7 +65,7 @@ class Word(NamedTuple):
 class Led(StandIn):
     """torchft's names and the OuterRounds of a replica of several ranks.
 
-    make: called on rank 0; the other ranks need none.   Raises an error of `make` on rank 0, Followed on the others."""
+    make: makes rank 0's manager; None on other ranks.   Raises an error of `make` on rank 0, Followed on the others."""
 
     def __init__(self, group: Group, make: "Callable[[], StoreManager] | None" = None) -> None:
         self.group = group

@@ -15,7 +15,7 @@ If a launch's reply was lost, the client or another launcher calls again:
     Function.get_current_stats ─▶ (inputs that wait or run) minus (registered calls) = number of unregistered calls
 
 Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
-ended with its app, but its id is unknown.  It is free until its container starts, reads one key and ends.
+ended with its app, but its id is unknown.  It costs nothing until a container starts it, reads one key and ends.
 
 Not promised: a log line that Modal shows more than half a minute late, or that Modal's count is up to date.
 """

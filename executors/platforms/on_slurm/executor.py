@@ -298,7 +298,7 @@ def _check_cluster(cluster: str) -> None:
 
 
 def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
-    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for this one."""
+    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for it."""
     try:
         return submit()
     except Exception:

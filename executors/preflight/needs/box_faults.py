@@ -82,7 +82,7 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
 
 
 def _slow_verifiers(inner: InnerConfig, longest: float) -> Iterator[str]:
-    """Yield a note if a batch's verifiers may take longer than inner.rewards.timeout_s.   longest: of one, seconds."""
+    """Yield a note if a batch's verifiers may exceed inner.rewards.timeout_s.   longest: seconds of one verifier."""
     needed = longest * -(-inner.generation_size // inner.sampling.tool_workers)
     if 0 < (inner.rewards.timeout_s or 0) < needed:
         yield (

@@ -42,7 +42,7 @@ class SamplingEngine(Protocol):
         ...
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
-        """Return n completions of a prompt.   Raise InnerError if the engine gives none."""
+        """Return n completions of a prompt.   Raise InnerError if the engine gives no completion."""
         ...
 
 

@@ -86,7 +86,7 @@ class AdapterServer:
         self._model, self._files = asked[-1], folder
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Unload adapters, and delete the files of the last one used. An adapter that stays only takes memory."""
+        """Unload adapters, and delete the files of the adapter used last. An adapter that stays only takes memory."""
         for name in names:
             self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
         if self._files is not None:
@@ -151,7 +151,7 @@ def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[f
 
 
 def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
-    """Raise ValueError unless a completion ended by itself or at its limit, because we would train on a cut-off one."""
+    """Raise ValueError unless a completion ended by itself or at its limit: we would train on a cut-off completion."""
     if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
     ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)

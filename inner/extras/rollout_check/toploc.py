@@ -85,7 +85,7 @@ def check_proofs(
 ) -> ProofCheck:
     """Compare a worker's proofs with this model's hidden states on the same tokens.
 
-    mismatches, mantissa: the largest values that are believed.
+    mismatches, mantissa: the largest accepted values.
     Raises InnerError if toploc is missing, ValueError for texts that are not proofs, or a wrong number of them.
     """
     states = hidden_states(model, prompt, completion)

@@ -63,7 +63,7 @@ def environments_at_once(
 
 
 def replace_hung(trainer: Any) -> None:
-    """Put new objects in the place of those that hung in the last batch, or whose tool did."""
+    """Replace environments that hung in the last batch, or whose tool hung, by new objects."""
     lanes: Lanes = trainer.lanes
     bad = {id(trainer.environments[row]) for row in lanes.hung | lanes.hung_tools}
     bad |= {id(one) for pool in trainer._environment_pool.values() for one in pool if lanes.has_moved(one)}

@@ -136,7 +136,7 @@ class Lane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest item still runs.   TRL's loop waits for each item, so this one was given up."""
+        """Whether the newest item still runs.   TRL's loop waits for each item, so a busy item was given up."""
         return self._newest is not None and self._newest.is_running
 
     def run(self, item: WorkItem) -> None:
@@ -245,7 +245,7 @@ class Workers:
             self.start()
 
     def close(self) -> None:
-        """Give up the items that have not ended. Those that have not begun are not made."""
+        """Give up the items that have not ended. Calls that have not begun are not made."""
         with self._lock:
             self._waiting.clear()
         for item in tuple(self._open):
@@ -284,7 +284,7 @@ async def within(limit_s: float | None, call: Call) -> Any:
 
 
 def is_in_lane() -> bool:
-    """Whether a lane or its async call asks: an environment that calls its own method, or another one's."""
+    """Whether a lane, or its async call, runs this: an environment calls its own method, or another environment's."""
     return _IN_LANE.get()
 
 

@@ -1,6 +1,6 @@
 """Mirror of a modal:// run in its volume, because a Modal Dict loses entries that are not used.
 
-An entry that was neither read nor written for seven days disappears.  Files of the volume do not.  So the volume has
+An entry that was neither read nor written for seven days disappears.  Files of the volume stay.  So the volume has
 everything that a run needs: each large body as a file, and a copy of every other entry.  Then no register is written
 twice, and no blob is lost.
 

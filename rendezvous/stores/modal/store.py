@@ -189,7 +189,7 @@ class ModalStore:
 
 
 def parse_url(url: str) -> tuple[str, str, str]:
-    """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong one."""
+    """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong URL."""
     rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))
