@@ -52,8 +52,8 @@ from rendezvous.weights.follower import WeightsFollower
 if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
-IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
-FLUSH_S = 10.0  # between two checks whether the run is over, and between two log objects
+IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # seconds between two looks for an open place
+FLUSH_S = 10.0  # seconds between two checks whether the run is over, and between two log objects
 MOST_AHEAD = 100  # an actor's name that you choose may have a number at most this far above the used ones
 SLOW = 3.0  # an owner that has not filled its place after this many times a bundle's seconds may be dead
 
@@ -85,7 +85,7 @@ class Actor:
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
-        self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
+        self._ranks: dict[tuple[str, int], int] = {}  # slot, session -> number of ranks
         self._steps: list[tuple[float, int]] = []  # time of a look, outer step of the weights then
         self._status.enter_phase("sample", 0)
 

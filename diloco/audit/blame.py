@@ -255,7 +255,7 @@ class Omission:
 @dataclass
 class Counterfactual:
     """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
-    that the whole mean was used.   cosines: of each omitted pseudogradient with the mean of the kept ones."""
+    that the whole mean was used.   cosines: one per omitted pseudogradient, with the mean of the others."""
 
     omission: Omission
     state: OuterState

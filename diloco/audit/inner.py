@@ -67,7 +67,7 @@ from rendezvous.store import VOID, PatientStore, Store
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
 
-CLOSE = 1e-2  # of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
+CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
 LOOKED_AT = 20  # bundles of a slot that are read to find the number of its process's threads
 

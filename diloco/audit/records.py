@@ -35,7 +35,7 @@ STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # the most objects that are requested tog
 class RecordCheck:
     """The check of one run's records.
 
-    chain, manifests: of commits and snapshots that were read, by step.   logged, left: step -> session or key -> the
+    chain, manifests: step -> commit, snapshot that was read.   logged, left: step -> session or key -> the
     digest of θ that it logged or left with."""
 
     def __init__(self, store: Store, rules: Rules, found: Findings) -> None:

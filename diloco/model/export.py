@@ -40,7 +40,7 @@ from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore
 
 BASE = "base.json"  # in an exported adapter's folder: its base model
-MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has another config
+MODEL_CONFIGS = ("config.json", "generation_config.json")  # the configs of a whole model; an adapter has another config
 STATE_PATIENCE_S = 10.0
 
 

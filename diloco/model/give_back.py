@@ -37,7 +37,7 @@ R = TypeVar("R", Commit, Mean, Snapshot)
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of deletions.   keys: of blobs, oldest first.   freed: kind -> bytes by the records.   unnamed: number of
+    """A plan of deletions.   keys: oldest blob first.   freed: kind -> bytes by the records.   unnamed: number of
     blobs without a record.   before, after: the steps whose θ can be computed.   head: the first open step."""
 
     keep: str

@@ -76,7 +76,7 @@ def _is_whole(model: Any) -> bool:
 def _gathered_state(model: Any, keep: bool) -> dict[str, Any]:
     """Return the state_dict of a model in shards with whole tensors, tied ones once; {} of a model without shards.
 
-    keep: on rank 0. Gathering is a collective, so all ranks call this."""
+    keep: True on rank 0. Gathering is a collective, so all ranks call this."""
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if not any(hasattr(value, "full_tensor") for value in held.values()):
         return {}

@@ -243,7 +243,7 @@ class Tracker:
         return {**self.numbers, "outer_lr": lr, **worth}
 
     def findings(self, commit: Commit, desired: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
-        """Return the findings to warn about, each with its number of steps in a row.   mine: of this replica."""
+        """Return the findings to warn about, each with its number of steps in a row.   mine: those of this replica."""
         found = commit_findings(commit, desired, self.numbers.get("cos_pair"), self._rules)
         empty = [empty_round(commit.t)] if self._empty else []
         return self.lasting_findings([*found, *empty, *self._repeated_offers(commit), *mine])

@@ -77,7 +77,7 @@ def footprint(
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
     trained: number of the adapter's parameters; None if the whole model is trained.   quantised: how many of the base's
-    parameters have 4 bits on the device (inner.lora.base).   devices: of one replica."""
+    parameters have 4 bits on the device (inner.lora.base).   devices: number per replica."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained

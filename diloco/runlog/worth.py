@@ -36,7 +36,7 @@ class Worth:
     """Use and gain.   hours: the sum over all devices.   first, newest: values of the headline `name`, or None.
 
     unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
-    cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.
+    cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: number.
     """
 
     samples: float

@@ -129,7 +129,7 @@ class DiLoCoCallback(TrainerCallback):
                 "trainer its optimizer before train(), and let no other callback replace it"
             )
         self._stepped = False
-        ended = state.global_step >= state.max_steps  # by the trainer's count
+        ended = state.global_step >= state.max_steps  # the training's end, by the trainer's count
         move_to(state, self.loop.position(), calling_trainer())
         if self.asked_to_go or self.manager.done:
             control.should_training_stop = True
@@ -393,7 +393,7 @@ def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, 
 
 
 def restarts(scheduler: Any, planned: int, steps: int) -> str:
-    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler itself."""
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler."""
     ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
     return (
         f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"

@@ -93,7 +93,7 @@ def sky_fault(place: Place) -> str:
     for gpu in place.gpu or (None,):
         try:
             resources(accelerators=gpu, **given)
-        except Exception as error:  # of SkyPilot's own kinds, which differ from release to release
+        except Exception as error:  # errors of SkyPilot's own kinds, which differ from release to release
             words = " ".join(f"{key}={value}" for key, value in given.items())
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             return (

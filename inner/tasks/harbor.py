@@ -90,7 +90,7 @@ def unpack(files: dict[str, str]) -> dict[str, bytes]:
 
 
 def read_tasks(folder: Path, *, image: str = "") -> list[HarborTask]:
-    """Return the tasks below `folder`, or `folder` itself as one task.   image: for all tasks.   Raises InnerError."""
+    """Return the tasks below `folder`, or `folder` itself as one task.   image: of all tasks.   Raises InnerError."""
     found = [folder] if (folder / "task.toml").is_file() else sorted(p.parent for p in folder.glob("*/task.toml"))
     if not found:
         raise InnerError(

@@ -65,7 +65,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S, *, steps
 
 @dataclass(frozen=True)
 class Trying:
-    """The end of a child process.   late: whether it was killed after its time.   answer: from its file, or None."""
+    """The end of a child process.   late: whether it was killed after its time.   answer: in its file, or None."""
 
     late: bool = False
     answer: dict[str, Any] | None = None

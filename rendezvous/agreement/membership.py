@@ -486,8 +486,7 @@ class Membership:
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
     def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
-        """Read the beats of these slots that are due: read one beat (or `apart` seconds) ago, or of a slot that may be
-        dead.
+        """Read these slots' beats that are due: read one beat (or `apart` seconds) ago, or of a slot that may be dead.
 
         Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """

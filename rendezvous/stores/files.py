@@ -55,7 +55,7 @@ _CHUNK = 8 << 20
 _CACHED = 1 << 18
 _PAGE = 4096
 os.umask(_UMASK := os.umask(0))  # the umask can only be read by writing it
-_MODE = 0o666 & ~_UMASK  # as any program's files: another user of a shared folder may read them
+_MODE = 0o666 & ~_UMASK  # the usual mode of a new file: another user of a shared folder may read it
 
 
 class FileStore:

@@ -30,7 +30,7 @@ class TrackioTracker:
 
     def __init__(self) -> None:
         self._run = TrackedRun("", "")
-        self._client: Any = None  # of a server; None: this machine's database
+        self._client: Any = None  # client of a server; None: this machine's database
         self._newest = -1
 
     def open(self, run: TrackedRun) -> int:

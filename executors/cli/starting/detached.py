@@ -42,7 +42,7 @@ from rendezvous.store import Readable, Store
 
 START = "import sys; from executors.supervision.supervisor import main; sys.exit(main())"
 TAIL = 12
-LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
+LOOK_S, SAY_S = 0.5, 30.0  # seconds between two looks at a new supervisor; between two messages about the wait
 SILENT_MOST_S = 600.0  # an earlier supervisor that stays silent for this time is cancelled, and a new one starts
 NOT_HEARD = (
     "it runs, but has sent no heartbeat for {:.0f} s; `diloco status {}` shows whether one comes, `diloco logs {} "

@@ -31,7 +31,7 @@ from inner.tasks.spec import HARBOR, PRICED
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: environment variables.   file: in the home folder, or instead."""
+    """A provider's package and credentials.   keys: environment variables.   file: or a file in the home folder."""
 
     package: str
     keys: tuple[str, ...] = ()

@@ -125,7 +125,7 @@ class _Sizes:
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], sizes: _Sizes, alpha: float) -> None:
-    """Write an adapter as a .gguf file.   tensors: by PEFT's names.   Raise InnerError for a layer unknown there."""
+    """Write an adapter as a .gguf file.   tensors: PEFT's name -> tensor.   Raise InnerError for an unknown layer."""
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == sizes.architecture)

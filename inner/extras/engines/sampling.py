@@ -32,7 +32,7 @@ class DrawSettings:
 
 
 class SamplingEngine(Protocol):
-    """An engine.   name: for the bundles' records.   together: number of calls of `sample` that it takes at once."""
+    """An engine.   name: written into the bundles' records.   together: calls of `sample` that it takes at once."""
 
     name: str
     together: int

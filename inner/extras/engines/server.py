@@ -61,7 +61,7 @@ class AdapterServer:
         self._sleep = sleep
         self._loaded = 0
         self._model = ""
-        self._files: Path | None = None  # of the adapter that samples
+        self._files: Path | None = None  # files of the adapter that samples
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter's files, and let the server load them."""

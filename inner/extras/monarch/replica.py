@@ -137,7 +137,7 @@ class Replica:
     def __init__(self, plan: ReplicaPlan) -> None:
         plan.check()
         self._plan = plan
-        self._carried: Carried | None = None  # of the last finished round
+        self._carried: Carried | None = None  # state after the last finished round
 
     def __enter__(self) -> Self:
         self._processes = this_host().spawn_procs(name="replica_process")

@@ -290,7 +290,7 @@ def openenv_environment(
 ) -> type[OpenEnv]:
     """Return a class with a method per tool of the MCP server at `url` (default: the value of OPENENV_URL).
 
-    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: for one answer"""
+    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer"""
     if reward_is not in ("sum", "last"):
         raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}

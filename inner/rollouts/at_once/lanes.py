@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 CLEAN_S = 1.0  # seconds for a cancelled async call to end
-_IN_LANE = ContextVar("in_lane", default=False)  # of threads, and of tasks
+_IN_LANE = ContextVar("in_lane", default=False)  # True in a lane's threads, and in their tasks
 STILL = "an earlier call of this rollout still hangs"
 
 
