@@ -44,7 +44,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It does not count.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
-    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "l shows its log; diloco explain"),
+    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "diloco explain has all offers"),
     "bad_blob": EventKind(
         WARNING, "An upload had another digest than its record names. It was not used; replicas agree on that.",
         "it is read again; diloco verify says whether it stays bad",
@@ -144,7 +144,7 @@ KINDS: Mapping[str, EventKind] = {
     "launched": EventKind(NEWS, "The supervisor asked the platform for a replica in this slot."),
     "found": EventKind(NEWS, "A launch whose answer had been lost was found again on its platform."),
     "joined": EventKind(NEWS, "The session has the run's weights and begins to train, or to sample as an actor."),
-    "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
+    "adopted": EventKind(NEWS, "An earlier session of this slot has offered work for the step; that work counts."),
     "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"

@@ -10,8 +10,8 @@
     a place: one batch of rollouts of a slot, stored as one bundle; open, owner: places.py
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
-it.  An actor without an open place of its own takes another actor's after a while.  If two actors fill the same place,
-the slower one's work is lost.
+it.  After a while, an actor without an open place of its own takes another actor's place.  If two actors fill the same
+place, the slower one's work is lost.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
 makes no offer, and no replica waits for an actor.

@@ -61,7 +61,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: θ_first's, θ_last's."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
 
     first: int
     last: int

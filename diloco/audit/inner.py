@@ -372,7 +372,7 @@ class _Recorded(BucketPlaces):
         self._to.off += self._refused
         self._attempt = 0
         if not self.lost and (self._has_actors or self._has_verdict(place)):
-            self.lost = f"{self._key(place)} is gone or cannot be used, and may be an actor's rollouts"
+            self.lost = f"{self._key(place)} is gone or cannot be used; its rollouts may be from an actor"
         return None
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:

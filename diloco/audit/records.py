@@ -232,7 +232,7 @@ def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
 
 
 def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
-    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without one."""
+    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without a digest."""
     said: dict[int, dict[str, str]] = {}
     owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
     keys = [key for key in owners if not layout.is_rollouts(key)]

@@ -38,7 +38,7 @@ def publish_script_model(
 ) -> None:
     """Put what an export needs beside θ into the bucket, unless another replica has done so. Every rank calls this.
 
-    session: None on the ranks beside rank 0.   tell: returns rank 0's message."""
+    session: None except on rank 0.   tell: returns rank 0's message."""
     store = None if session is None else session.rv.store
     if not tell(store is not None and store.get(layout.MODEL_MANIFEST) is None):
         return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def found_run(session: Session, loop: "OuterLoop", frozen: str | None) -> None:
-    """Write run.json, or compare with the existing one. Take the codec from it.
+    """Write run.json, or compare with the existing one. Take the codec from run.json.
 
     frozen: digest of frozen weights (frozen.py); None: computed here.
     """

@@ -65,7 +65,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
     anew = makes_anew(run, session.rv.slot, session.rv.generation)
-    group: Group | None = getattr(loop, "group", None)  # of the ranks (ranks.py)
+    group: Group | None = getattr(loop, "group", None)  # the replica's ranks (ranks.py)
     each = [
         BucketPlaces(
             bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,

@@ -26,7 +26,7 @@ WHEN = (1980, 1, 1, 0, 0, 0)  # time of each file in the .zip: the earliest poss
 def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     """Return name in the .zip -> file, for the modules of a folder that `code` imports, also indirectly.
 
-    folder: the one that has the code's package, for `python -m package.code`; None: the code's own folder.
+    folder: contains the code's package, for `python -m package.code`; None: the code's own folder.
     Of that package, only the imported modules; of another package, all modules."""
     folder = folder or code.parent
     own = code.relative_to(folder).parts[0]  # the code's package, or else its file

@@ -5,7 +5,7 @@
     …         commits, newest logs
 
     A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
-    changed, it is the only round, and `likely_keys` lets it start before run.json is read (opening.py).
+    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (opening.py).
 
 How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
@@ -220,7 +220,7 @@ class _Look:
         self._ask_slots(self.found.wanted.member_names)
 
     def _controls_listed(self) -> int:
-        """Count the control records in a LIST up to the first gap; it may lag.  A lease adds one every few minutes.
+        """Count the control records in a LIST up to the first gap; the LIST may lag.  Each lease adds a record.
 
         The highest number is not used: a stray `control/999999.json` would cost a million GETs in every first look.
         """

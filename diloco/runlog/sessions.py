@@ -145,7 +145,7 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Join the platform's reason and the session's own.  The session's replaces the log line after "; " in `seen`."""
+    """Join the platform's reason and the session's own.  The latter replaces the text after "; " in `seen`."""
     if not own:
         return seen
     reason = seen.partition("; ")[0]

@@ -8,7 +8,7 @@
     outer steps to the same point ∝ 1 + B/N        and so the time; replica-hours ∝ N·(1 + B/N) = N + B
 
 So if c is near 0, another replica costs no extra hours and saves a share 1/(N + 1) of the time. If c is near 1, it
-saves nothing.  The formula assumes outer steps of the best length for each N: docs/studies/tuned.md has its error.
+saves no time.  The formula assumes outer steps of the best length for each N: docs/studies/tuned.md has its error.
 
 Not promised: the result of a run of another size.  c changes during a run, and with H and the learning rate.
 """

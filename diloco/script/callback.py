@@ -196,7 +196,7 @@ class DiLoCoCallback(TrainerCallback):
         boundary: int = 1,
         most: float = math.inf,
     ) -> int:
-        """Join the run. Return the optimizer steps of one replica.   planned: replicas -> the trainer's count.
+        """Join the run. Return one replica's optimizer steps.   planned: number of replicas -> the trainer's steps.
 
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         if self.loop is not None:
@@ -342,7 +342,7 @@ def generation_steps(args: Any) -> int:
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Return the optimizer steps of one replica.   planned: the trainer's number, for epochs of all rows."""
+    """Return the optimizer steps of one replica.   planned: the trainer's, in epochs of all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 

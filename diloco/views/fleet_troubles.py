@@ -64,7 +64,7 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Whether a live replica scores held-out prompts, by its heartbeat.  If it hangs, its watchdog ends it."""
+    """Whether a live replica scores held-out prompts, by its heartbeat.  A watchdog ends one that hangs."""
     return any(b.evaluates and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 

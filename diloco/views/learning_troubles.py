@@ -192,7 +192,7 @@ def replay_falls(report: Report, now: float, spent: Spending | None) -> list[Tro
         return []
     text = f"log p of the chosen responses fell from {first:.3g} to {median(newest):.3g} (nats per response), "
     text += f"while {right:.0%} of the pairs are ranked right: the loss makes both responses of a pair unlikely"
-    advice = "set inner.replay.nll_weight = 1, or raise it: it adds the chosen responses' own loss"
+    advice = "set inner.replay.nll_weight = 1, or raise it: this weight adds the loss of the chosen responses"
     return [trouble("replay_falls", text, advice, step=split[1][-NEWEST][0])]
 
 
@@ -238,7 +238,7 @@ def held_out_differs(report: Report, now: float, spent: Spending | None) -> list
         advice = "lower inner.sampling.temperature, or set top_p in [inner.trl]; `diloco watch RUN`, key o: completions"
     else:
         text += "the likeliest tokens probably end in a loop, or never end"
-        advice = "read greedy completions of an export; try a larger max_completion_length, or sample in use"
+        advice = "read greedy completions of an export; try a larger max_completion_length, or sample when you use it"
     return [trouble("held_out_differs", text, advice, step=step)]
 
 

@@ -25,7 +25,7 @@ from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
 OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
-SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; in a store on another machine they come every 5 s
+SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; a store far away gets one every 5 s
 LABELS = {
     "reward": "reward",
     "loss": "loss",

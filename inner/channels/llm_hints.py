@@ -21,8 +21,8 @@ endpoint that is down costs little time, and LLMHints notices when the endpoint 
 We never pay again for an answer in the ledger. All sessions with one ledger together stay under the ceiling. A replica
 that starts again takes the first free file, with the answers in it.
 
-Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N
-replicas may spend N times max_total_usd. The endpoint gets a rollout's last messages: choose one that may see them.
+Not promised: equal hints on all replicas (a hint only has to help its own rollout), or one ceiling for them (N
+replicas may spend N times max_total_usd). The endpoint gets a rollout's last messages: choose one that may see them.
 """
 
 import asyncio

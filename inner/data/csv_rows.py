@@ -4,10 +4,10 @@
     │        └ "" too, and has texts
     └ "" counts the rows: dropped
 
-At most one column without a name stays, as "", which inner.data.columns may rename.  This is the first such column that
-has texts, else the first.  Others are dropped if they are empty or count the rows.
+At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first of them that has
+texts, else the first of all.  The others are dropped if they are empty or count the rows.
 
-Not promised: an index that a program sorted or filtered, beside another column without a name.  The file is refused.
+Not promised: an index that a program sorted or filtered, beside another column without a name: such a file is refused.
 """
 
 import csv

@@ -11,8 +11,8 @@ For a file with 50,000 tokens we read the header in a tenth of a second; the pac
 it only for the weights. transformers cannot save a model that it read from a .gguf file, so we copy the weights into a
 fresh model. The file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
 
-Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  No torch
-before `load_gguf`.
+Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  Only
+`load_gguf` imports torch.
 """
 
 import struct

@@ -25,7 +25,7 @@ DRAWN = (
 def check_head(config: Any, names: Collection[str], source: str) -> str:
     """Return a warning about a head that is in no file, or "".   Raises InnerError for a head that writes no text.
 
-    config: the contents of config.json.   names: the names of all weights; none if they are not known."""
+    config: the contents of config.json.   names: the names of all weights; empty if unknown."""
     config = config if isinstance(config, dict) else {}
     classes = config.get("architectures") or []
     untied = config.get("tie_word_embeddings") is False

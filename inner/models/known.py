@@ -187,7 +187,7 @@ def _check_index(index: Path, there: Iterable[str], what: str) -> None:
 
 
 def chat_template(folder: Path) -> bool | None:
-    """Whether the folder's tokenizer has a chat template.  None: the files do not tell."""
+    """Whether the folder's tokenizer has a chat template.  None: the files do not show it."""
     if any(folder.glob("chat_template*")):
         return True
     path = folder / "tokenizer_config.json"

@@ -9,7 +9,7 @@
     adamw            torch's, in the parameters' own dtype; no extra fp32 copy exists
     muon, adamw8bit  other_optimizers.py
 
-Not promised: that moments survive a session. An adapter's moments do if its replica leaves with notice
+Not promised: that moments survive a session. An adapter's moments survive if its replica leaves with notice
 (diloco/outer/moments.py).
 """
 

@@ -54,7 +54,7 @@ Verdict = Literal["answer", "again", "failed", "stop"]
 
 
 class TeacherAction(TypedDict):
-    """One teacher's answer in one state. If there is none, `action` is "" and `error` says why."""
+    """One teacher's answer in one state. Without an answer, `action` is "" and `error` says why."""
 
     state_id: str
     teacher: str

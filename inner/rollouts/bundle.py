@@ -59,7 +59,7 @@ class RandomStates:
             torch.cuda.set_rng_state(self.tensors["cuda"])
 
     def check(self) -> None:
-        """Raise ValueError unless `restore` works here.   New generators try it; the process's own do not change."""
+        """Raise ValueError unless `restore` works here.   Tried on new generators, not on the process's own."""
         try:
             words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
             if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its state

@@ -7,7 +7,7 @@
 
 POConfig checks itself when it is made.
 
-Not promised: that TRL's own trainers read these three; ComposerReplicationTrainer does.
+Not promised: that TRL's own trainers read these settings; ComposerReplicationTrainer does.
 """
 
 import warnings

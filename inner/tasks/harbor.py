@@ -90,7 +90,7 @@ def unpack(files: dict[str, str]) -> dict[str, bytes]:
 
 
 def read_tasks(folder: Path, *, image: str = "") -> list[HarborTask]:
-    """Return the tasks below `folder`, or `folder` itself as one task.   image: of all tasks.   Raises InnerError."""
+    """Return the tasks below `folder`, or `folder` itself as one task.   image: for all tasks.   Raises InnerError."""
     found = [folder] if (folder / "task.toml").is_file() else sorted(p.parent for p in folder.glob("*/task.toml"))
     if not found:
         raise InnerError(
@@ -184,7 +184,7 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left:
 
 def _named(folder: Path, source: str) -> list[Path]:
     """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may match
-    several."""
+    several of them."""
     inside = posixpath.normpath(source.lstrip("/") or ".")
     pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
     found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []

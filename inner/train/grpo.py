@@ -1,4 +1,4 @@
-"""Runs the RL inner loop, with one trainer for the whole process. The outer loop decides when it stops.
+"""Runs the RL inner loop, with one trainer for the whole process. The outer loop decides when training stops.
 
     PolicyTrainer, or ComposerReplicationTrainer if the run uses [inner.sdpo], [inner.replay] or [inner.process]
 

@@ -170,7 +170,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def main(asked: Mapping[str, Any]) -> None:
     config, files = read_asked(asked)
     found = run_checks(config, files)
-    if found.refused:  # perhaps because a setting of the file was taken back
+    if found.refused:  # perhaps because a setting that the file made was undone
         found = replace(found, refused="\n".join([found.refused, *map("  note: {}".format, take_notes())]))
     _write(Path(asked["answer"]), found)  # before try_answers, which may take too long
     if not found.refused:

@@ -15,7 +15,7 @@ Before that, three replicas lead (rules.commit_rank): they look again when the d
 (rules.resolved_in).  The others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
 some time.  A LIST may be out of date, so a closer reads every absent offer by GET.  put_once lets one closer win.
 
-Not promised: that the closer survives to read its own commit.  The others do not need it.
+Not promised: that the closer survives to read its own commit.  The other replicas do not need the closer.
 """
 
 from collections.abc import Iterable
@@ -146,7 +146,7 @@ class Committer:
             refuse_lost_claim(self.store, self.members)
         for key, body in fetch_together(self.together, self.store.get, anchors).items():
             if body is None or digest(body, SHA256) != anchors[key]:
-                raise lost_record(self.store.url, key, self._step, "is gone" if body is None else "is another one")
+                raise lost_record(self.store.url, key, self._step, "is gone" if body is None else "has changed")
 
     def refuse_lower_quorum(self) -> None:
         """Raise RecordsLost if a control record that earlier closers followed is lost."""
@@ -173,7 +173,7 @@ class Committer:
         return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
 
     def _late_offers(self, s: int, wanted: Wanted) -> list[Offer]:
-        """Return the eligible offers for step s that no commit has listed.  The chain lists each at most once."""
+        """Return the eligible offers for step s that no commit has listed.  No commit lists one again."""
         if s < 0:
             return []
         since = self.chain.recent_commits(self._step, self._step - s)

@@ -37,7 +37,7 @@ CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budge
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
 MOST_AT_ONCE = 64  # numbered records in one round of requests
 NOTE = 1000  # at most so many characters of a heartbeat's note
-JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
+JITTER = 0.8  # look again after this part of a period, not after all of it: a sleep may end a little early
 
 # A control record may contain some of these settings, and overrides them.
 FOLDED = (
@@ -285,7 +285,7 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", **process: Any) -> int:
     """Claim a slot's next generation, and return its number.   process: the claim's other fields.
 
-    If two launches claim at the same moment, Fenced is raised in the loser, which ends.  If it claimed the next
+    If two launches claim at the same moment, Fenced is raised in the loser, which ends.  If the loser claimed the next
     generation instead, two launchers would fence each other without end.  Fenced is also raised in a launch that its
     platform restarts after a later launch has claimed the slot.
     """

@@ -28,7 +28,7 @@ ROUNDS = 3  # the median of so many rounds of a replica is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # times ‖θ‖: the least norm that `norm_factors` takes as typical
+UNSUSPICIOUS = 0.01  # part of ‖θ‖: the least norm that `norm_factors` takes as typical
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed
     By `rules.weighting` the weight is:
     steps      h/H
     uniform    1
-    samples    samples / the most samples of an offer in this commit; h/H if an offer does not give its samples
+    samples    samples / the most samples of an offer in this commit; h/H for all if an offer does not give its samples
     A late offer's weight is multiplied by γ for each sync of its fragment since then.
     """
     factors = norm_factors(offers, rules.norm_gate)
@@ -268,9 +268,9 @@ def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
 def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
     """Whether a reduction in shards moves fewer bytes.
 
-    Bytes per replica, for N bodies of S bytes:  direct: N·S down;  in shards: S/N up and 2(N−1)/N·S down.
-    At N = 2 both are equal, and shards need two more round trips.  The sum of top-k bodies is dense, so their shards
-    would not be smaller.
+    Bytes per replica besides its own offer, for N bodies of S bytes:  direct: (N−1)·S down;  in shards: S/N up and
+    2(N−1)/N·S down.  At N = 2 shards save nothing, and need two more round trips.  The sum of top-k bodies is dense,
+    so their shards would not be smaller.
     """
     return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
@@ -281,7 +281,7 @@ def slots_to_expect(
     """Return the slots that step t should wait for.
 
     t = 0      every wanted slot, even one that is starting or was never seen, unless it is silent
-    t = 1      the slots that commit 0 lists, and those that beat
+    t = 1      the slots that commit 0 lists, and those that beat and have started to train
     t ≥ 2      the slots that commits t−1 and t−2 list
     A slot is not expected if it announced that it leaves, or if its next generation is still starting.  (A beat of the
     listed generation with phase "boot" is only old.)

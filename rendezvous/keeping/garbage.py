@@ -10,8 +10,8 @@
 A commit may list a late delta until F·max_carry steps after the delta's step.  So a delta that no commit lists is
 deleted only below d, with the rest of its step.  The readers of a delta that commit t
 lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and has its own in
-memory.  Every other replica reads the announced mean; so does one that finds a body deleted.  Before s, a delta is
-needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
+memory.  Every other replica reads the announced mean; so does a replica that finds a body deleted.  Before s, a delta
+is needed only if the mean and snapshot s are both damaged.  From s on, the delta is kept to repair the mean.
 
 The budget (keeping/budget.py) decides which deletable blobs are deleted; a budget of 0 keeps none of them.
 

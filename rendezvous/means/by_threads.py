@@ -69,7 +69,7 @@ class ThreadedReducer(Reducer):
     def _average(
         self, commit: Commit, run: list[Shard], out: np.ndarray, mine: OwnBody | None, packed: np.ndarray | None
     ) -> None:
-        """Write the mean of these shards, in a thread.   If it is not sure to be right, note a flaw."""
+        """Write the mean of these shards, in a thread.   If the mean may be wrong, note a flaw."""
         if self._flaws:
             return
         try:

@@ -7,8 +7,8 @@
 An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
 offered, before it is stepped, and after.  The first two are compared with the stored digest, the third one is stored.
 Each other fragment is compared in the sync that changes it.  All fragments are compared before a
-use of the whole state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3
-times the size of the state, for every F.
+use of the whole state: a snapshot, a replica's first inner step, the end of a run.  So H inner steps digest 3 times the
+size of the state, whatever the number of fragments is.
 
 Digests are hexadecimal text; a digest of digests takes their ASCII bytes.  Not promised: detection of forgeries.
 """

@@ -47,7 +47,7 @@ def cache_of(store: Readable, nonce: str) -> "Cache | None":
 def latest_cache(url: str) -> "Cache | None":
     """Return the cache of the run that was last read at this URL; None if there is none.
 
-    The URL may have another run by now, so use it only to guess.
+    The URL may have another run by now, so use the cache only to guess.
     """
     with suppress(OSError, RuntimeError):  # a user without a home has no cache
         runs = [(path.stat().st_mtime, path) for path in cache_root().glob(f"{_short_hash(url)}-*")]

@@ -253,7 +253,7 @@ def _open_regular(name: str, folder: int) -> int:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise StoreRefused(f"{name} in the run's folder is no regular file. Remove it; if the run had one, restore it")
+        raise StoreRefused(f"{name} in the run's folder is no regular file. Remove it, or restore the run's own file")
     return fd
 
 

@@ -159,7 +159,7 @@ class Duplicates:
         self._said: set[str] = set()
 
     def new(self, run: str, register: Register) -> list[Handle]:
-        """Return the duplicate calls recorded since the last look.  Each is returned once, because it ends at once."""
+        """Return the duplicate calls recorded since the last look.  Each call is returned once: it ends at once."""
         now = self._clock.now()
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []

@@ -175,7 +175,7 @@ class SlurmExecutor(Executor):
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
-        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # 1: of any kind
+        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # "1": any kind
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""

@@ -52,8 +52,8 @@ class Limits:
     reward_failures: consecutive ends by a reward that has worked before (Strikes).   reward_backoff_s: pause before the
     first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
-    restart_grace_s: silent_s for a platform, which may restart it.   boot_s: until its first heartbeat on a platform.
-    fence_s: from the request to end to the fence.   drain_s: time to leave after a request.
+    restart_grace_s: silent_s on a platform, which may restart the process.   boot_s: time to the first heartbeat on a
+    platform. fence_s: time from the request to end to the fence.   drain_s: time from the request to the end.
     """
 
     failures: int = 3

@@ -149,6 +149,6 @@ def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (401, 403) and kind is ProviderFailed:
-            raise InnerError(f"Hugging Face refuses the token: {error}. Give one that may write Jobs.") from error
+            raise InnerError(f"Hugging Face refuses the token: {error}. Give a token that may write Jobs.") from error
         quota = "the quota of jobs is reached: " if status == 429 else ""
         raise kind(f"{quota}{type(error).__name__}: {error}") from error

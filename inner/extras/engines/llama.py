@@ -79,7 +79,7 @@ class LlamaEngine:
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         if len(prompt) >= self._context:
-            raise InnerError(f"a prompt has {len(prompt)} tokens, and llama.cpp was given {self._context}")
+            raise InnerError(f"a prompt has {len(prompt)} tokens, and llama.cpp has room for {self._context}")
         random = torch.Generator().manual_seed(settings.seed)
         self._llama.reset()
         self._llama.eval(prompt)

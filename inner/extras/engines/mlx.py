@@ -9,7 +9,7 @@ those of the weights that sampled.  A replica believes rollouts of 8 bits, and d
 
 Not promised: layers that MLX names in another way than transformers (experts of a mixture); models whose caches are
 not keys and values of all tokens (state spaces); more tokens than a sliding window; longrope beyond the original
-length, for which MLX has other angles.  All are refused by name.
+length, for which MLX has other angles.  All of these are refused by name.
 """
 
 import json

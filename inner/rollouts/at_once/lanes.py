@@ -8,7 +8,7 @@ So a SQLite connection, or a browser, is used in the thread that made it.  Envir
 order (`_in_order`) share one lane, and TRL's loop starts their calls one by one.
 
 A call that has a limit and gives no answer in time ends its item: the next item begins, and the lane goes on in a new
-thread.  Items begin in the loop's order, so the loop has always waited for those that run.
+thread.  Items begin in the order in which the loop waits for them, so it never waits for an item that cannot begin.
 
 Not promised: that a call in a thread can be ended; thread-local state after a call that hung.
 """
