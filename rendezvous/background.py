@@ -56,7 +56,7 @@ class Inline:
 
 
 def submit_reported(background: Background, job: Job, emit: Emit) -> None:
-    """Run the job in the background.  If it raises a RendezvousError, only report it; other replicas can do the job."""
+    """Run the job in the background.  Only report a RendezvousError that it raises: other replicas can do the job."""
 
     def run_and_report() -> None:
         try:

@@ -10,8 +10,8 @@
              torchft's fragment are replaced (diloco/outer/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
-Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. They have tied weights once, and
-no frozen weights. Each fragment has its own outer optimizer (a common one would apply stale inner gradients).
+Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Fragments have tied weights once,
+and no frozen weights. Each fragment has its own outer optimizer (a common one would apply stale inner gradients).
 
 Not promised: that inner steps after the last sync are shared. If the `with` ends early, only this model has them.
 """

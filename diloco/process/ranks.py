@@ -84,7 +84,7 @@ class Followers:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def settle(self) -> None:
-        """Call this after an error: wait until it is known whether a lost rank caused it. If so, do not return."""
+        """Call this after an error: wait until it is known whether a lost rank caused it. Never return if one did."""
         if self._failed.wait(SETTLE_S):
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 

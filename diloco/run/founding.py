@@ -104,7 +104,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
     """Raise RecordsLost if a later record exists while run.json is missing.
 
     later: keys of records that are written only after run.json.   Another process may be creating the run at this
-    moment. It writes run.json before the others, so this function reads run.json last.
+    moment. That process writes run.json first, so this function reads run.json last.
     """
     stands = next((key for key in later if store.get(key) is not None), None)
     if stands is not None and store.get(layout.RUN) is None:

@@ -402,7 +402,7 @@ def restarts(scheduler: Any, planned: int, steps: int) -> str:
 
 
 def move_to(state: Any, step: int, trainer: Any) -> None:
-    """Set the trainer's step. If it jumps, the trainer's means (loss) are still over the steps that were taken."""
+    """Set the trainer's step. After a jump, the trainer's means (loss) are still over the steps that were taken."""
     jump, state.global_step = step - state.global_step, step
     for since in ("_globalstep_last_logged", "_initial_global_step"):
         if jump and hasattr(trainer, since):

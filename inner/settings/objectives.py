@@ -9,7 +9,7 @@
         └▶ POConfig  a GRPOConfig with all these values; an error if TRL's config holds other values
 
 In an on-policy run (num_iterations = 1, and each generation serves at most one inner step), r = 1 everywhere. Then
-clip ranges, caps and the sequence ratio do nothing. If an objective depends on them, a warning names the settings.
+clip ranges, caps and the sequence ratio do nothing. A warning names these knobs if the objective needs them.
 
 Not promised: the papers' results, batch sizes or lengths. TRL's own GRPOTrainer does not know gmpo (it stops at the
 first loss) and ignores `dynamic_sampling` and `soft_overlong_tokens`: only ComposerReplicationTrainer implements these.

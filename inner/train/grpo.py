@@ -8,7 +8,7 @@
 There is one trainer per process: a second one would wrap the model's forward once more, and starting `train` costs
 half a second. The loop uses its own raw optimizer, because accelerate's wrapper has no step hooks.
 
-The loop prints nothing, and shows no progress bars or reports. It writes only to a temporary folder, which is deleted.
+The loop prints nothing, and shows no progress bars or reports. Its only files are in a temporary folder, later deleted.
 
 Not promised: that a second session gives the same bits; `seeds.noise` seeds sampling.
 """

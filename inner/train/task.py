@@ -29,7 +29,7 @@ class Task:
     pairs: Path | None = None  # the pairs of the replay channel
     process: ProcessReward | None = None
     turn: Any = None  # switches between the environment's state and the trainer's (inner/usercode/apart.py)
-    make: Callable[[], Any] | None = None  # makes the user's environment in its turn; None: the class makes it
+    make: Callable[[], Any] | None = None  # makes the user's environment, apart from training; None: call the class
 
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:

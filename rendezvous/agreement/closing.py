@@ -12,7 +12,7 @@
 
 Every replica looks for offers as soon as its own is durable; the last one finds all others, and closes the step.
 Before that, three replicas lead (rules.commit_rank): they look again when the decision may have changed
-(rules.resolved_in).  The others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
+(rules.resolved_in).  All others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
 some time.  A LIST may be out of date, so a closer reads every absent offer by GET.  put_once lets one closer win.
 
 Not promised: that the closer survives to read its own commit.  The other replicas do not need the closer.
@@ -187,7 +187,7 @@ class Committer:
     # ------------------------------------------------------------------ is it time?
 
     def _awaited_slots(self, fresh: dict[str, Offer], wanted: Wanted) -> set[str]:
-        """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
+        """Read the beats of the slots that should offer and have not offered yet.   Return these slots."""
         needed = wanted.slot_names[: wanted.replicas] if len(fresh) < wanted.min_replicas else []
         self.members.read_beats({*self._expected_slots(wanted), *needed} - set(fresh))
         return self._expected_slots(wanted) - set(fresh) - {self.members.slot}

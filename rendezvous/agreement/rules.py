@@ -67,7 +67,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Timing:
-    """Periods and limits in seconds.  They may differ between replicas, because no agreed value depends on them."""
+    """Periods and limits in seconds, which may differ between replicas: no agreed value depends on them."""
 
     poll: float = 0.02
     beat: float = 0.2
@@ -225,7 +225,7 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
     """Return the inner steps for a replica that joins during step t: the median of the others' remaining steps.
 
-    If it did a full round, all others would wait for it for most of a step.  At t = 0 it does a full round, as they do.
+    In a full round, it would keep all others waiting for most of a step.  At t = 0, all replicas do a full round.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]

@@ -95,7 +95,7 @@ class StepWait:
         self.next_attempt = self.idle + min(max(seconds or self.least_pause_s, self._timing.poll / 8), at_most)
 
     def ripe_for(self, seconds: float) -> bool:
-        """Whether nothing has prevented the close for `seconds`.  If not, set `next_attempt` to their end."""
+        """Whether nothing has prevented the close for `seconds`.  Else set `next_attempt` to the end of that time."""
         if self._ripe_since is None:
             self._ripe_since = self.idle
         if self.idle < self._ripe_since + seconds:

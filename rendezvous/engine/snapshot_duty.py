@@ -72,7 +72,7 @@ class SnapshotDuty:
     def confirm(self, commit: Commit, *, closed: bool) -> None:
         """Make the snapshot of θ_t visible if commit t started from the same state; else abandon it.
 
-        closed: this replica wrote the commit.  Then it also deletes old blobs, if the run collects them.
+        closed: this replica wrote the commit.  The writer also deletes old blobs, if the run collects them.
         """
         self.writer.confirm_base(commit.t, commit.base)
         if closed and self.keep is not None:

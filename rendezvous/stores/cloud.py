@@ -255,7 +255,7 @@ class CloudStore:
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
-    """Return the object.  If it is too long, return only its first bytes and close the connection."""
+    """Return the object.  If the object is too long, return only its first bytes and close the connection."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
     if found.meta["size"] <= most:

@@ -113,7 +113,7 @@ class WeightsFollower:
         return None
 
     def weights_of(self, t: int) -> FollowedWeights | None:
-        """Return the weights of outer step t; None if the bucket has none, or none that are right."""
+        """Return the weights of outer step t; None if the bucket has none, or only wrong ones."""
         weights = self._read(t)
         return None if weights is None or not self._is_right(weights) else self._reach(weights)
 

@@ -197,7 +197,7 @@ class LighthouseRounds:
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
     def note_vote(self, committed: bool) -> None:
-        """Note whether the outer step is taken.  If not, the replica repeats the sync after the next inner step."""
+        """Note whether the outer step is taken.  Without it, the replica syncs again after the next inner step."""
         self._committed = committed
         self.behind = not committed
         if self.behind:

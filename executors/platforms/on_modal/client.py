@@ -7,7 +7,7 @@
 
 Only this module imports the client, and only when it is needed.
 
-Not promised: the texts of Modal's errors.  They change without notice, so no decision depends on them.
+Not promised: the texts of Modal's errors.  These texts change without notice, so no decision depends on them.
 """
 
 import json

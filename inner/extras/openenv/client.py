@@ -213,7 +213,7 @@ class OpenEnv:
         return messages
 
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
-        """Return [(action, text)] from the server's history; None if it has none of this whole episode."""
+        """Return [(action, text)] from the server's history; None if it lacks a part of this episode."""
         if self._lost or self._socket is None:  # another session would have another history
             return None
         try:
