@@ -155,7 +155,7 @@ class Worker:
                     self._changed.wait_for(lambda: bool(self._jobs))
                     job = self._jobs[0]
                 self._run_job(job)
-                del job  # it may hold a copy of the model
+                del job  # a job may hold a copy of the model
                 with self._changed:
                     self._jobs.popleft()
                     self._changed.notify_all()

@@ -223,7 +223,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time to remove it
+        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time
         os._exit(exitcodes.CRASHED)
 
 

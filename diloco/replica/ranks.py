@@ -219,7 +219,7 @@ def follow() -> int:
         _follow_training(group, group.tell(None))
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
-        time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 reports it
+        time.sleep(2 * SETTLE_S)  # all ranks raise the error, and rank 0 reports it
         return exitcodes.NO_REWARD
     return exitcodes.DONE
 

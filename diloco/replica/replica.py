@@ -290,7 +290,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
 
 def _refuse_other_start(record: ModelRecord, model: Any, *, with_weights: bool) -> None:
-    """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False: its θ₀ is zeros."""
+    """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False if θ₀ is zeros."""
     from diloco.model.start_model import refuse_other_bits
     from diloco.outer.flat import layout_of
 
@@ -325,7 +325,7 @@ def build_loop(
 
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrecisionWarning)  # the journal also prints it
+            warnings.simplefilter("ignore", PrecisionWarning)  # the journal prints this warning, too
             return build_inner(run.config.inner, folder, inputs.files, seeds, REJOIN_WARMUP, scratch=inputs.scratch)
 
     model_dir = inputs.model_dir

@@ -281,7 +281,7 @@ class BucketPlaces:
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step."""
         if body == VOID:
-            return None, ""  # the store has reported it
+            return None, ""  # the store has reported the error
         record, payload = read_record(body)
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
@@ -299,5 +299,5 @@ class BucketPlaces:
         why = unfit(bundle)
         may_lie = record.actor and (not why or isinstance(why, TooFar))  # rollouts of wrong weights are also too far
         if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
-            return None, ""  # the door has reported it
+            return None, ""  # the door has reported its doubts
         return bundle, why

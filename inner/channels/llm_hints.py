@@ -190,7 +190,7 @@ def read_hint(answer: str) -> tuple[str | None, str | None] | None:
         return None
     if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
         return None
-    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it could end the hint's message
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # might end the message
         return None
     tool = written.get("tool")
     arguments = written.get("arguments")

@@ -349,7 +349,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
-        seed=seeds.noise % 2**32,  # numpy's limit. this seeds only the sampling; `seeds.data` orders the data
+        seed=seeds.noise % 2**32,  # numpy's limit; this seeds only the sampling; `seeds.data` orders the data
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

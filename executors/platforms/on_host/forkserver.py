@@ -93,7 +93,7 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         self._log.close()
-        self._process.returncode = self._process.poll() or 0  # it may run on; Popen must not warn about that
+        self._process.returncode = self._process.poll() or 0  # the server may run on, without a warning by Popen
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:

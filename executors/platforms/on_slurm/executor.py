@@ -116,7 +116,7 @@ class SlurmExecutor(Executor):
         return f"{slurm_job.NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # each sbatch waits for Slurm's answer
             return list(pool.map(self._launch_one, specs))
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:

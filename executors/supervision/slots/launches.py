@@ -56,7 +56,7 @@ class Launches:
         found: list[Handle] = []
         try:
             wanted, lost = read_standing_control(self._store)
-            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # it named their places
+            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # the lost record had places
             self._executor = self._executor or build_executor(wanted.places, (*wanted.former, *logged))
             found = self._executor.find(self._store.url)
             self.out_of_reach = ""

@@ -93,7 +93,7 @@ class LocalBoxes:
         for path in sorted(self._root.glob("*/box.json")):
             try:
                 found.append((path.parent, json.loads(path.read_text())))
-            except (OSError, ValueError):  # another process removes it, or has not written it whole
+            except (OSError, ValueError):  # another process removes the file, or still writes it
                 continue
         return found
 
@@ -179,7 +179,7 @@ def _open_folders(top: Path) -> None:
 
 
 def _entries(home: Path) -> list[Path]:
-    with suppress(FileNotFoundError):  # another process removes it
+    with suppress(FileNotFoundError):  # another process removes the folder
         return list(home.iterdir())
     return []
 

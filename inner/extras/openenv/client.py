@@ -162,7 +162,7 @@ class OpenEnv:
         if failure is None:
             return text
         self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
-        if failure["error_kind"] == "transport_error":  # the student did not cause it
+        if failure["error_kind"] == "transport_error":  # the student did not cause this error
             return failure["error"]
         raise ToolFailed(failure)
 

@@ -228,7 +228,7 @@ class Workers:
             self._loop = self._loop or loop
             while self._free and self._waiting:
                 lane, item = self._waiting.popleft()
-                if item.is_over:  # the loop gave it up while it waited
+                if item.is_over:  # the loop gave up an item that waited
                     self._open.discard(item)
                     continue
                 self._free -= 1
