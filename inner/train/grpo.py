@@ -93,8 +93,8 @@ LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: pref
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress two warnings: transformers 5.23 warns that TRL 1.16 uses deprecated names, and TRL warns that
-    environments are experimental."""
+    """Keep transformers' log to errors, without warnings that TRL 1.16 uses deprecated names (transformers 5.23);
+    suppress TRL's warning that environments are experimental."""
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():

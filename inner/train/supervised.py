@@ -8,8 +8,8 @@ The loss on a held-out text (`text_losses`), in nats per token. Every call gives
     tokens   ┊─w─┊……┊─w─┊……┊─w─┊        at most MOST windows of `width` + 1 tokens, evenly spaced
     loss     of each window: the mean over its tokens
 
-Not promised: that each epoch shows every token once; windows are drawn with replacement; the loss that other programs
-report for a text; their windows and contexts differ. No trl here.
+Not promised: that each epoch shows every token once (windows are drawn with replacement); the loss that other programs
+report for a text (their windows and contexts differ). No trl here.
 """
 
 from collections.abc import Callable, Iterator

@@ -346,7 +346,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return sum(written_tokens(batches[i]) for i in here) / len(here)
 
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
-        """Return logits (N, V) of the turns' tokens in the teacher's context. This is the one extra forward."""
+        """Return logits (N, V) of the turns' tokens in the teacher's context. It is this term's one extra forward."""
         self._advance_teacher()
         assert self._teacher is not None
         rows = [lesson.teacher_ids for lesson in lessons]

@@ -65,7 +65,7 @@ class MlxEngine:
         layer = layers.get(path)
         if not hasattr(layer, "weight") and not isinstance(layer, lora.LoRALinear):
             raise InnerError(
-                f"MLX has no layer {path} in {self._address}. Leave --engine out, or the layer out of inner.lora.targets"
+                f"MLX has no layer {path} in {self._address}. Leave out --engine, or the layer in inner.lora.targets"
             )
         if not isinstance(layer, lora.LoRALinear):
             layers[path] = layer = lora.LoRALinear.from_base(layer, r=self._r, scale=self._scale)

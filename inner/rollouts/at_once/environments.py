@@ -14,7 +14,7 @@ An environment whose rollouts depend on their order (a global random generator, 
 Its calls begin when TRL's loop makes them, and so do those of an object that several rollouts share.
 
 A call without an answer after Lanes.limit_s seconds costs its rollout: it has no observation and no reward, its tools
-fail, and the next batch gets a new object in its place.  Another call begins instead.
+fail, and the next batch gets a new object in its place.  Another rollout's call begins instead.
 
 Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
 environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.

@@ -200,7 +200,7 @@ class Lanes:
 
 
 class _Resident(NamedTuple):
-    """An environment (stored, to keep its id unique), its lane, and its maker's thread; None if another thread replaced
+    """An environment (stored, to keep its id unique), its lane, and the thread that made it; None if no lane made
     it."""
 
     environment: Any
