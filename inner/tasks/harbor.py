@@ -183,8 +183,7 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left:
 
 
 def _named(folder: Path, source: str) -> list[Path]:
-    """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may match
-    several of them."""
+    """Return the files and folders that COPY's source matches; `folder` is the root of its paths."""
     inside = posixpath.normpath(source.lstrip("/") or ".")
     pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
     found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []

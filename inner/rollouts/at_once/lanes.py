@@ -200,8 +200,7 @@ class Lanes:
 
 
 class _Resident(NamedTuple):
-    """An environment (stored, to keep its id unique), its lane, and the thread that made it; None if no lane made
-    it."""
+    """An environment (stored, so that its id is unique), its lane, and the thread that made it (None: no lane did)."""
 
     environment: Any
     lane: Lane
