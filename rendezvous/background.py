@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 Job = Callable[[], None]
 Emit = Callable[..., None]  # (event, **fields): writes an event that people read
-WAITING = 2  # the most jobs in the queue beside the running one; each may hold a copy of the model
+WAITING = 2  # maximal number of jobs in the queue beside the running job; each may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # runs its arguments, which are jobs, and returns when all have ended
-AT_ONCE = 16  # the most small requests at the same time; each has a thread
+AT_ONCE = 16  # maximal number of small requests at the same time; each has a thread
 
 
 def no_emit(event: str, **fields: object) -> None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-THREAD_BYTES = 4 << 20  # the least bytes of a pass for each thread: about a millisecond, ten times a thread's start
+THREAD_BYTES = 4 << 20  # minimum of bytes per thread in a pass: about a millisecond, ten times a thread's start
 MOST_THREADS = 8  # more threads gain little from one CPU's memory, and each thread holds a shard of every body
 _CUTS = 4  # runs of pieces per thread, so that a thread on a busy core takes fewer
 

@@ -99,7 +99,7 @@ class Blame:
 
     @property
     def _least(self) -> float:
-        """The least change that counts: replicas and steps always differ a little."""
+        """The smallest change that counts: replicas and steps always differ a little."""
         assert self.before is not None and self.after is not None
         of_steps = self.last - self.first if self.without[0].name.startswith(STEP) else 1
         return NOISE * abs(self.after.value - self.before.value) / of_steps

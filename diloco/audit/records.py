@@ -29,7 +29,7 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Readable, Store
 from rendezvous.stores.ahead import Ahead
 
-STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # the most objects that are requested together
+STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many steps, and logs, are requested together at most
 
 
 class RecordCheck:

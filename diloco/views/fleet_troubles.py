@@ -32,8 +32,8 @@ CALM_STEPS = 20  # counted outer steps of a slot after which earlier losses are 
 BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # older steps are not reported
 WAITS = 0.25  # of a replica's time
-LEAST_WAITS = 3  # least number of timed steps among the newest
-SKEW_S = 60.0  # least difference of a clock that is reported
+LEAST_WAITS = 3  # minimal number of timed steps among the newest
+SKEW_S = 60.0  # a smaller difference of clocks is not reported
 SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
 

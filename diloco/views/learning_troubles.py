@@ -36,9 +36,9 @@ TOOL_FAILURES = 0.5
 BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
 FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
-RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; least relative fall of the chosen responses' log-prob
+RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; the chosen responses' log-prob falls by this part
 CHOSEN = "replay_chosen_logp"
-BANDS = {  # metric: (its label, least and largest multiple of the median inside the band, least width)
+BANDS = {  # metric: (its label, smallest and largest multiple of the median inside the band, minimal width)
     "kl": ("KL", 0.0, 5.0, 0.1),
     "completion_length": ("completion length", 0.5, 2.0, 4.0),
     "entropy": ("entropy", 0.25, 2.0, 0.2),

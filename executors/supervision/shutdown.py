@@ -235,7 +235,7 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
-    launches.read_log()  # the supervisor that has just ended may have logged some of them
+    launches.read_log()  # a supervisor that has just ended may have logged some ends
     for handle in launches.strangers:
         journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; the log does not name it")
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), duplicate=True)

@@ -70,7 +70,7 @@ async def send_and_read(
 
 
 def body_limit(teacher: Teacher) -> int:
-    """Return the most bytes that a response may have."""
+    """Return how many bytes a response may have."""
     return BODY_FLOOR + BYTES_PER_TOKEN * teacher.max_tokens
 
 

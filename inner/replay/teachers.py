@@ -45,7 +45,7 @@ NANO = 1_000_000_000  # nano-dollars per dollar; amounts are whole, so sums are 
 MOST_USD = 1e6  # at most so many dollars of one request: a larger number is not a cost
 MOST_TOKENS = 1e9  # at most so many tokens of one request
 LONGEST_TOKEN = 64  # characters of an action per token; the longest tokens are runs of spaces
-HIDDEN_TOKENS = 1024  # most that a provider's chat template and tool prompt add to a request
+HIDDEN_TOKENS = 1024  # limit of what a provider's chat template and tool prompt add to a request
 
 FREE = {402, 409, 425, 429, 503}
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}

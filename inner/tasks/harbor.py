@@ -172,7 +172,7 @@ def _placed(work: str, target: str) -> str:
 
 
 def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left: list[Path]) -> dict[str, str]:
-    """Return path in the box -> base64 of one COPY: into a folder if `to` is one, else a file of that name."""
+    """Return one COPY's files: path in the box -> base64.   to: a folder for them, or the name of the one file."""
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if not path.resolve().is_relative_to(folder.resolve()):

@@ -88,7 +88,7 @@ METRIC_NAMES = {
     "sdpo/grad_norm": "sdpo_grad_norm",
     "replay/grad_norm": "replay_grad_norm",
 }
-LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, most metrics, most characters
+LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, limits of metrics and of characters
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from inner.models.precision import casts_products, check_precision, gpu_has_bflo
 from inner.settings.inner import Files, InnerConfig, InnerError, Progress, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
-MOST, AT_ONCE = 64, 8  # windows in `text_losses`: most in all, and per forward pass
+MOST, AT_ONCE = 64, 8  # maximal number of windows in `text_losses`: in all, and per forward pass
 
 
 class SupervisedLoop:

@@ -240,9 +240,9 @@ def _check_control(record: Control) -> None:
     for name in ("replicas", "steps", "min_replicas"):
         count = getattr(record, name)
         if count is not None and count < 1:
-            raise ValueError(f"{name} = {count} is not possible: the least is 1. To end a run, use stop")
+            raise ValueError(f"{name} = {count} is not possible: the minimum is 1. To end a run, use stop")
         if count is not None and count > layout.MOST_SLOTS and name != "steps":
-            raise ValueError(f"{name} = {count} is not possible: the most is {layout.MOST_SLOTS}")
+            raise ValueError(f"{name} = {count} is not possible: the maximum is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
             raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means no limit")

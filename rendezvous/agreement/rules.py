@@ -41,8 +41,8 @@ class Rules:
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
-    shard_from: the least bytes of a body that three or more replicas reduce in shards.
-    shard_elements: the least number of elements in a shard; each shard of a body has a digest.
+    shard_from: bytes of a body from which three or more replicas reduce it in shards.
+    shard_elements: minimal number of elements in a shard; each shard of a body has a digest.
     announce: whether the closer of a step without shards writes the mean to the store, for later readers.
     """
 
@@ -155,7 +155,7 @@ def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed
     By `rules.weighting` the weight is:
     steps      h/H
     uniform    1
-    samples    samples / the most samples of an offer in this commit; h/H for all if an offer does not give its samples
+    samples    samples / the largest number of samples in this commit; h/H for all if an offer does not give its samples
     A late offer's weight is multiplied by γ for each sync of its fragment since then.
     """
     factors = norm_factors(offers, rules.norm_gate)
@@ -241,7 +241,7 @@ def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
-    """Return the most inner steps of the next pseudogradient, so that it is ready when the fastest replicas offer.
+    """Return how many inner steps the next pseudogradient may have, to be ready when the fastest replicas offer.
 
     slow: `slowness` of this replica's last three offers.   fresh: whether the last offer counted in its own step.
     One slow round of three is ignored, unless the commit came without its offer.  Equal machines differ by less than a

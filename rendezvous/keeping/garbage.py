@@ -45,8 +45,8 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
 T = TypeVar("T")
-_TOLD = 64  # the most older snapshots that a log event names
-_LAST_SWEEP = 1024  # the most steps that the last sweep of a run reads or collects; each needs one or two requests
+_TOLD = 64  # a log event names at most so many older snapshots
+_LAST_SWEEP = 1024  # the last sweep of a run reads or collects at most so many steps, with 1–2 requests each
 _BACK = 16  # earlier commits that are read at a time, each by a request
 
 

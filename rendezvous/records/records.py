@@ -59,7 +59,7 @@ def new_nonce() -> str:
 class Record:
     """One record of a run.
 
-    most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed.
+    most: limit of a body's bytes (layout.MOST_BYTES); a longer body is not parsed.
     later: fields of later releases; they are left out while they are unused, so that old bytes stay equal.
     """
 

@@ -27,7 +27,7 @@ Check = Callable[[Any], Any]  # returns the value of the field; raises ValueErro
 
 DEPTH = 16  # the deepest nesting of free-form values.  Configs have 4 levels; Python's json fails at some hundreds
 WIDEST = 1 << 63  # the limit of integers in a field without a range: other languages can hold them
-LONGEST = 1 << 16  # the most characters of a text in a field without a length: a setting may be a long prompt
+LONGEST = 1 << 16  # maximal number of characters in a text field without a length: a setting may be a long prompt
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from rendezvous import layout
 from rendezvous.store import Readable
 
 MOST_FILES = 8  # of one kind
-RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # the most bytes of one run; of all runs
+RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # limits in bytes: of one run; of all runs
 _HEAD = struct.Struct("<HI")
 _DIGEST = 32
 

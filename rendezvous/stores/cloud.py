@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 SINGLE = 64 << 20
 PART = 32 << 20
 PARTS_AT_ONCE = 8
-STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes of a part, parts at a time, most parts
+STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes per part, parts at once, limit of parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
 BULK = 256  # at most so many keys per delete request: Azure's limit; a missing key makes its whole request fail

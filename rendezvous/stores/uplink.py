@@ -32,7 +32,7 @@ class Uplink:
         return max(each, -(-size // most_parts)), max(1, min(at_once, self.in_flight // each))
 
     def note_upload(self, size: int, seconds: float, most: int) -> None:
-        """Note a successful upload.   most: the most bytes that may be in flight."""
+        """Note a successful upload.   most: so many bytes may be in flight."""
         if size >= LEAST:
             self.in_flight = int(min(most, max(LEAST, size / max(seconds, 1e-6) * self.request_s / 2)))
 

@@ -35,7 +35,7 @@ from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 if TYPE_CHECKING:
     import torch
 
-MOST_PER_BYTE = 4096  # the most values per byte of an anchor: deflate packs about 1000 equal bytes into one
+MOST_PER_BYTE = 4096  # limit of values per byte of an anchor: deflate packs about 1000 equal bytes into one
 LATE_S = 300.0  # seconds after the last commit in which its weights may still come
 PATIENCE_S = 60.0  # seconds that the follower waits for an answer of the store
 

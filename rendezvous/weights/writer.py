@@ -41,7 +41,7 @@ from rendezvous.weights.patch import (
 )
 
 ANCHOR_EVERY = 30
-PART = 64 << 20  # about the most bytes of a blob
+PART = 64 << 20  # a blob has at most about so many bytes
 
 
 class NotFinite(RendezvousError):
