@@ -79,7 +79,7 @@ class InFlightRound:
 class StoreRounds:
     """The OuterRounds (diloco/outer/managers/protocol.py) of one claimed slot.
 
-    founds: `join` writes run.json if it is missing. If False, `diloco train` has written it.
+    founds: `join` writes run.json if it is missing. If False, `diloco train` has written run.json.
     theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket
     (diloco/model/start_model.py).
     """

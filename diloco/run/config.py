@@ -141,7 +141,7 @@ class RunConfig:
         return None
 
     def mathematics(self) -> dict[str, Any]:
-        """Return the settings that may never change under one URL. Names of user files are not among them."""
+        """Return the settings that may never change under one URL. The names of user files may."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
         entry_points = {
             kind: entry_point(name) if is_code(kind) else ""

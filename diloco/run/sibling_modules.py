@@ -70,7 +70,7 @@ def _imported(code: Path, folder: Path) -> Iterator[str]:
     """Yield the full names of all modules that a file imports, and of those that `from … import` may mean."""
     try:
         tree = ast.parse(code.read_bytes())
-    except (SyntaxError, ValueError):  # the pre-flight check reports it
+    except (SyntaxError, ValueError):  # the pre-flight check reports such a file
         return
     package = code.relative_to(folder).parent.parts
     for node in ast.walk(tree):

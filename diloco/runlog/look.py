@@ -306,7 +306,7 @@ def likely_keys(ahead: Ahead, cache: "Cache | None", scope: Scope) -> list[str]:
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
         return _Look(ahead, scope, ReadSoFar()).first_keys
-    newest = layout.commit_key(known.commits - 1)  # to be compared with the cached one
+    newest = layout.commit_key(known.commits - 1)  # read again, to compare it with the cache
     keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
     return [key for key in keys if key == newest or cache.get(key) is None]
 

@@ -259,7 +259,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a newest snapshot older than two periods, as a joining replica must replay all steps after it."""
+    """Find a run without a snapshot for two periods: a joining replica must replay all steps after the newest one."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

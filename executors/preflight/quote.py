@@ -81,7 +81,7 @@ class FleetRequest:
         return {name: value for name, value in vars(self).items() if value}
 
     def within(self, places: Sequence[Place]) -> "FleetRequest":
-        """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
+        """Return the request with the places' number of replicas.   Raise UsageError if it asks for fewer."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them out")

@@ -155,7 +155,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
     """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
 
-    A run of weeks has thousands of them, so where requests are slow, each round asks for twice as many as the last.
+    A run of weeks has thousands of objects, so where requests are slow, each round asks for twice as many as the last.
     """
     count, together = 1, together_on(store)
     while True:

@@ -144,7 +144,7 @@ class Collector:
     def __post_init__(self) -> None:
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
-        self._steps: list[int] = []  # steps of the manifests among them
+        self._steps: list[int] = []  # steps of the manifests among these keys
         self._blobs: dict[int, str] = {}  # step -> blob that its manifest names, for manifests that were read
         self._heard = 0  # the newest snapshot of any call of `sweep`
         self._news: deque[tuple[int, Sizes]] = deque()  # (step, sizes) of new commits, from another thread

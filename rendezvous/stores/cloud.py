@@ -125,7 +125,7 @@ class CloudStore:
         self.url = self.address.url
         self._silence_s = silence_s
         self._uplink = Uplink(request_s)
-        self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request; a missing key stops the others
+        self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request
         self._current_clients()  # raises an error for a wrong endpoint or option
 
     @property
@@ -140,7 +140,7 @@ class CloudStore:
             try:
                 self._upload(key, body)
             except StoreUnclear:
-                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat it
+                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat the write
                 if not timed_out or body_bytes(body) <= LEAST or not self._uplink.slow_down():
                     raise
             else:

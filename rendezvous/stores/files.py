@@ -321,7 +321,7 @@ def _read_exactly(fd: int, out: memoryview, start: int) -> bool:
 def _overlaps_page(out: memoryview, start: int) -> bool:
     """Whether the place of `out` on its memory page is a few bytes after the place of `start` on its page.
 
-    CPUs then take every load for a reload of the write before it.  A direct read is 4 times slower than a read through
-    another buffer.
+    CPUs then take each load for a read of bytes that were just written, and a direct read is 4 times slower than a read
+    through another buffer.
     """
     return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32

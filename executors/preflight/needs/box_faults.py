@@ -31,7 +31,7 @@ from inner.tasks.spec import HARBOR, PRICED
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: environment variables.   file: a file at home in place of them."""
+    """A provider's package and credentials.   keys: environment variables.   file: a file at home instead of keys."""
 
     package: str
     keys: tuple[str, ...] = ()

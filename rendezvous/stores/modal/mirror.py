@@ -78,7 +78,7 @@ class Mirror:
                 self._noted[key] = value
 
     def flush(self) -> None:
-        """Mirror the noted entries.   After StoreUnclear, the caller must not write anything that depends on them."""
+        """Mirror the noted entries.   After StoreUnclear, the caller must not write anything that needs them."""
         with self._lock:
             while self._noted:
                 some = dict(list(self._noted.items())[:BATCH])
