@@ -191,7 +191,7 @@ class Quote:
 def quote_start(
     asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
 ) -> Quote:
-    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: the run's own."""
+    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read them."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):

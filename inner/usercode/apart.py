@@ -42,7 +42,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 
 
 class _Process:
-    """The state of this process.   inside: blocks that run.   own: the rewards' random state, or None before a call."""
+    """The state of this process.   inside: number of open blocks.   own: rewards' random state; None before a call."""
 
     def __init__(self) -> None:
         self.lock = RLock()

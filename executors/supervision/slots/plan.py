@@ -128,7 +128,7 @@ class Desired:
 class Observation:
     """The observed state of a slot.   state, exit_code, reason: status of the newest process (None: unknown).
 
-    holder: the state of the slot's newest generation, by its heartbeat, from any launcher.
+    holder: what the slot's newest session does, by its heartbeat; another launcher may have started it.
     silent_s: seconds without a new heartbeat.   losses, failures: ends in a row (see Limits).
     reward_failures: consecutive ends by the reward; 0 if the latest end was of another kind.
     native: whether a platform runs it.   beaten: whether it has sent a heartbeat.
