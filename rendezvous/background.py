@@ -13,8 +13,8 @@ them (`together_on`); the simulator passes greenlets.
     Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
 
 A background job that fails is reported and not repeated: another replica can do the same work.  A part that fails is
-reported, and the next turn runs it again.  A part that fails in `TRIES` turns in a row ends the loop with an error,
-because a replica must not train without it.
+run again in the next turn.  If its error is not a RendezvousError, the error is reported, and after `TRIES` such turns
+in a row the loop ends with an error, because a replica must not train without this part.
 
 Not promised: that jobs are done if their process ends without `drain`.  A killed job leaves no half-written object.
 """

@@ -164,7 +164,7 @@ class StoreRounds:
         return lambda: self._keep_commit(flight.land())
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Offer Δ for the open step, durably.   Raises Leaving if this replica was asked to leave."""
+        """Offer Δ for the open step, durably.   Raises Leaving if a leaving replica's grace ends before."""
         self._prepare_offer(delta, h)()
 
     def _prepare_offer(self, delta: np.ndarray, h: int) -> Callable[[], None]:

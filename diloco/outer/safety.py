@@ -260,7 +260,7 @@ class Tracker:
         return found
 
     def lasting_findings(self, found: Sequence[Finding]) -> list[tuple[Finding, int]]:
-        """Return the findings to warn about, with their numbers of steps in a row: 3, 6, 12, 24, 50, 100, 150, …"""
+        """Return the findings to warn about, with their numbers of steps in a row: `first`, 3, 6, 12, 24, 50, 100, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
         return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or is_due(n)]

@@ -171,7 +171,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers, pseudogradients and rollouts in RECENT_STEPS outer steps, not of a session of this run.
+    """Find invalid offers, pseudogradients and rollouts that no session of this run wrote, in RECENT_STEPS outer steps.
 
     `diverged` finds those of a session."""
     names = [f"/delta/{session.name}-" for session in report.sessions]

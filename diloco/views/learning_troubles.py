@@ -29,7 +29,7 @@ LEAST_FIRST = 6
 NEWEST = 3  # successive outer steps before a trouble is reported
 SAME_REWARDS = 5  # successive outer steps whose groups all have equal rewards
 EMPTY_STEPS = 3  # successive outer steps whose mean was zero
-WIDTH = 6 * 1.4826  # the band's width, in units of MAD: six standard deviations of normal noise
+WIDTH = 6 * 1.4826  # half of the band's width, in units of MAD: six standard deviations of normal noise
 ERRORS = 2.0  # standard errors of a difference of two evaluations
 APART, APART_ERRORS = 0.5, 4.0  # greedy and sampled differ strongly: share of the larger mean, standard errors
 TOOL_FAILURES = 0.5
@@ -38,7 +38,7 @@ FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
 RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; the chosen responses' log-prob falls by this part
 CHOSEN = "replay_chosen_logp"
-BANDS = {  # metric: (its label, smallest and largest multiple of the median inside the band, minimal width)
+BANDS = {  # metric: (its label, smallest and largest multiple of the median inside the band, least half of its width)
     "kl": ("KL", 0.0, 5.0, 0.1),
     "completion_length": ("completion length", 0.5, 2.0, 4.0),
     "entropy": ("entropy", 0.25, 2.0, 0.2),

@@ -53,7 +53,7 @@ class StepTimes:
 
 
 class StepWait:
-    """A replica's wait for the decision of one step.  If its process is suspended, four polls at most count.
+    """A replica's wait for the decision of one step.  If its process is suspended, at most four pauses count.
 
     due: seconds until the decision, by `StepTimes.due_in`; 0 if unknown.
     idle: seconds of this wait.   waited: seconds since the replica saw m fresh offers.

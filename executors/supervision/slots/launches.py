@@ -42,7 +42,7 @@ class Launches:
         self.seen_alive: set[tuple[str, int]] = set()  # slot, attempt
         self.strangers: set[Handle] = set()  # live processes that the log does not name
         self.out_of_reach = ""
-        self.begun_at = float("-inf")  # Unix time of the newest request for a launch in the log
+        self.begun_at = float("-inf")  # Unix time of the log's newest launch, or of its request
         self.begun = 0
         self.refresh()
 
