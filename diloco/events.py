@@ -44,7 +44,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A pseudogradient held NaN, infinity or bytes that are not a valid encoding. It does not count.",
         "look at that replica's loss (l); diloco explain has the step",
     ),
-    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "l shows its log; diloco explain"),
+    "bad_offer": EventKind(WARNING, "An offer's record is invalid. It was ignored.", "diloco explain has all offers"),
     "bad_blob": EventKind(
         WARNING, "An upload had another digest than its record names. It was not used; replicas agree on that.",
         "it is read again; diloco verify says whether it stays bad",
@@ -113,12 +113,12 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "diverged": EventKind(
         LOSS, "The replica's weights, or its base, had another digest than the run's. The next session heals.",
-        "the next session heals; if it comes again: another machine, or your own code writes to frozen weights",
+        "the next session heals; if it happens again, try another machine; your own code may write to frozen weights",
     ),
     "outdated": EventKind(LOSS, "An object that a session needed was deleted (fleet.keep). The next session heals."),
     "bad_delta": EventKind(
         LOSS, "The replica's pseudogradient held NaN or infinity, or was far too long. The slot's next session heals.",
-        "a smaller inner.lr, or float32 weights, if it comes again",
+        "if it happens again, set a smaller inner.lr, or use float32 weights",
     ),
     "gave_up": EventKind(
         LOSS, "No progress for too long: the replica ended (exit code 75). If you start it again, it continues.",
@@ -144,7 +144,7 @@ KINDS: Mapping[str, EventKind] = {
     "launched": EventKind(NEWS, "The supervisor asked the platform for a replica in this slot."),
     "found": EventKind(NEWS, "A launch whose answer had been lost was found again on its platform."),
     "joined": EventKind(NEWS, "The session has the run's weights and begins to train, or to sample as an actor."),
-    "adopted": EventKind(NEWS, "An earlier session of this slot had uploaded for the step already; its work counts."),
+    "adopted": EventKind(NEWS, "An earlier session of this slot has offered work for the step; that work counts."),
     "left": EventKind(NEWS, "The replica left with notice: it uploaded its work first.", "its work is offered"),
     "fenced": EventKind(
         NEWS, "A newer session holds its slot. Later uploads of this session are ignored.", "nothing to do"

@@ -12,7 +12,7 @@ from typing import Any
 
 MOST = 1e60  # ‖x‖₂ of fp32 numbers is below 1e44, and the squares and sums of such numbers are finite
 
-MOST_TEXT = 2000  # most characters of a text in a log
+MOST_TEXT = 2000  # at most so many characters of a text in a log
 
 
 def is_reckonable(value: Any) -> bool:

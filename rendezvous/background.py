@@ -13,8 +13,8 @@ them (`together_on`); the simulator passes greenlets.
     Parts().run(part, part, …) ──▶ one after the other, by name   turns of a loop that must not end: the heartbeat
 
 A background job that fails is reported and not repeated: another replica can do the same work.  A part that fails is
-reported, and the next turn runs it again.  A part that fails in `TRIES` turns in a row ends the loop with an error,
-because a replica must not train without it.
+run again in the next turn.  If its error is not a RendezvousError, the error is reported, and after `TRIES` such turns
+in a row the loop ends with an error, because a replica must not train without this part.
 
 Not promised: that jobs are done if their process ends without `drain`.  A killed job leaves no half-written object.
 """
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 Job = Callable[[], None]
 Emit = Callable[..., None]  # (event, **fields): writes an event that people read
-WAITING = 2  # the most jobs in the queue beside the running one; each may hold a copy of the model
+WAITING = 2  # maximal number of jobs in the queue beside the running job; each may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # runs its arguments, which are jobs, and returns when all have ended
-AT_ONCE = 16  # the most small requests at the same time; each has a thread
+AT_ONCE = 16  # maximal number of small requests at the same time; each has a thread
 
 
 def no_emit(event: str, **fields: object) -> None:
@@ -56,7 +56,7 @@ class Inline:
 
 
 def submit_reported(background: Background, job: Job, emit: Emit) -> None:
-    """Run the job in the background.  If it raises a RendezvousError, only report it; other replicas can do the job."""
+    """Run the job in the background.  Only report a RendezvousError that it raises: other replicas can do the job."""
 
     def run_and_report() -> None:
         try:
@@ -119,7 +119,7 @@ class Worker:
 
     def __init__(self, emit: Emit = no_emit) -> None:
         self._emit = emit
-        self._jobs: deque[Job] = deque()  # the first one is under way
+        self._jobs: deque[Job] = deque()  # the first job is running
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ended: BaseException | None = None
@@ -155,7 +155,7 @@ class Worker:
                     self._changed.wait_for(lambda: bool(self._jobs))
                     job = self._jobs[0]
                 self._run_job(job)
-                del job  # it may hold a copy of the model
+                del job  # a job may hold a copy of the model
                 with self._changed:
                     self._jobs.popleft()
                     self._changed.notify_all()

@@ -27,7 +27,7 @@
     └── WrongRun                  the run at the URL has other settings, another parameter layout or another key
         └── RecordsLost           write-once records that must exist are missing
 
-After a definite error a request can be repeated safely.  After an indefinite one, read the object first, as
+After a definite error a request can be repeated safely.  After an indefinite error, read the object first, as
 `store.put_once` does.
 """
 

@@ -47,7 +47,7 @@ MODEL_MANIFEST = "model/manifest.json"
 SNAPSHOTS = "snapshots/"
 STEPS, LEAVES, LOGS = "steps/", "leave/", "log/"
 CONTROLS = "control/"
-AGAIN = "again"  # a folder: the run that has superseded this one, if there is one
+AGAIN = "again"  # a folder: the run that has superseded this run, if it was superseded
 CLAIMS = "replicas/"
 ROLLOUTS = "rollouts/"  # whole generations, for replacements and audits
 WEIGHTS = "weights/"  # for inference engines; no replica reads them
@@ -67,7 +67,7 @@ _WORD = re.compile("[A-Za-z0-9_]+")
 _MANIFESTS = {"snapshots": "snapshot", "weights": "weights"}
 _SINGLE = {SEAL: "seal", RUN: "run", SCRIPT: "run", MODEL_MANIFEST: "model"}
 _KIB, _MIB = 1 << 10, 1 << 20
-# the most bytes of a record, by kind; a longer one is neither read to its end nor parsed
+# maximal number of bytes of a record, by kind; a longer record is neither read to its end nor parsed
 MOST_BYTES = {
     "run": 16 * _MIB,  # contains the parameter layout of a user's own training loop
     "model": 64 * _MIB,  # 100 bytes for each of some 100,000 parameters, and the names of files
@@ -335,6 +335,6 @@ def record_kind(key: str) -> str | None:
 
 
 def most_bytes(key: str) -> int:
-    """Return the most bytes of the object under `key`; a longer object is not one of the run's."""
+    """Return how many bytes the object under `key` may have; a longer object is not one of the run's."""
     kind = record_kind(key)
     return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

@@ -5,8 +5,8 @@
                          piece 2 ─▶ │ the first that is free        the error of the first piece that has one, after
                                                                     all threads have ended
 
-Each pass starts its own threads (0.1 ms), so none waits between passes, where a fork would lose it.  Python's lock is
-free while C code (the codecs' kernels, xxhash, the copy of a file) works on a piece.
+Each pass starts its own threads (0.1 ms), so no thread waits between passes, where a fork would lose it.  Python's lock
+is free while C code (the codecs' kernels, xxhash, the copy of a file) works on a piece.
 
 Not promised: a gain.  The memory may limit a pass, and threads of other processes may have the cores.
 """
@@ -21,8 +21,8 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-THREAD_BYTES = 4 << 20  # the least bytes of a pass for each thread: about a millisecond, ten times a thread's start
-MOST_THREADS = 8  # more get little from the memory of one CPU, and each holds a shard of every body
+THREAD_BYTES = 4 << 20  # minimum of bytes per thread in a pass: about a millisecond, ten times a thread's start
+MOST_THREADS = 8  # more threads gain little from one CPU's memory, and each thread holds a shard of every body
 _CUTS = 4  # runs of pieces per thread, so that a thread on a busy core takes fewer
 
 
@@ -48,7 +48,7 @@ class Threads:
             return [*pool.map(work, pieces)]
 
     def in_runs(self, work: Callable[[list[T]], Sequence[R]], pieces: list[T], size: int) -> list[R]:
-        """Return the results of work(run), which has one for each piece, in order.   size: bytes of the pass.
+        """Return the results of work(run) of all runs, in order: one for each piece.   size: bytes of the pass.
 
         A run has several pieces: a few runs for each thread.
         """
@@ -58,7 +58,7 @@ class Threads:
 
 
 def threads_here(environ: Mapping[str, str]) -> Threads:
-    """Return OMP_NUM_THREADS threads (the cores that this process may use); else one for each usable core."""
+    """Return a thread per core that this process may use, at most OMP_NUM_THREADS and MOST_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     told = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": OpenMP's nested levels
     return Threads(min(int(told) if told.isdecimal() and int(told) else cores, cores, MOST_THREADS))

@@ -10,8 +10,8 @@
     a place: one batch of rollouts of a slot, stored as one bundle; open, owner: places.py
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
-it.  An actor without an open place of its own takes another actor's after a while.  If two actors fill the same place,
-the slower one's work is lost.
+it.  After a while, an actor without an open place of its own takes another actor's place.  If two actors fill the same
+place, the slower one's work is lost.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
 makes no offer, and no replica waits for an actor.
@@ -52,8 +52,8 @@ from rendezvous.weights.follower import WeightsFollower
 if TYPE_CHECKING:
     from inner.rollouts.acting import Sampler
 
-IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # between two looks for an open place
-FLUSH_S = 10.0  # between two checks whether the run is over, and between two log objects
+IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # seconds between two looks for an open place
+FLUSH_S = 10.0  # seconds between two checks whether the run is over, and between two log objects
 MOST_AHEAD = 100  # an actor's name that you choose may have a number at most this far above the used ones
 SLOW = 3.0  # an owner that has not filled its place after this many times a bundle's seconds may be dead
 
@@ -85,7 +85,7 @@ class Actor:
         self._follower = WeightsFollower(run.store, session.emit)
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
-        self._ranks: dict[tuple[str, int], int] = {}  # by slot and session
+        self._ranks: dict[tuple[str, int], int] = {}  # slot, session -> number of ranks
         self._steps: list[tuple[float, int]] = []  # time of a look, outer step of the weights then
         self._status.enter_phase("sample", 0)
 
@@ -104,7 +104,7 @@ class Actor:
         return Sampler(self._loop.trainer)
 
     def act(self) -> bool:
-        """Sample for one place, if one is open.   Return whether it did."""
+        """Sample for one place, if one is open.   Return whether a place was open."""
         if (newest := self._follower.poll()) is not None:
             newest.load_into(self._loop.model)
             self._sampler.load()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
-SPREAD = 8  # the most places of other actors among which an actor chooses
+SPREAD = 8  # an actor chooses among at most so many places of other actors
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: θ_first's, θ_last's."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
 
     first: int
     last: int
@@ -99,7 +99,7 @@ class Blame:
 
     @property
     def _least(self) -> float:
-        """The least change that counts: replicas and steps always differ a little."""
+        """The smallest change that counts: replicas and steps always differ a little."""
         assert self.before is not None and self.after is not None
         of_steps = self.last - self.first if self.without[0].name.startswith(STEP) else 1
         return NOISE * abs(self.after.value - self.before.value) / of_steps
@@ -197,12 +197,12 @@ def _conclusion(found: Blame) -> list[str]:
     most = found.ranked[0]
     if found.better == UNKNOWN:
         size = f"{abs(found.change(most)):.4g} {_side(found, most)}"
-        return [f"{most.name} moved the number most: without this offer, the number would be {size}"]
+        return [f"{most.name} moved the number most: without it, the number would be {size}"]
     harm = found.harm
     if harm is None:
-        return ["none is to blame: without any single one, the number would be worse, or better only within the noise"]
+        return ["nothing is to blame: each single omission makes the number worse, or better only within the noise"]
     size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
-    return [f"{harm.name} did most harm: without this offer, the number would be {size}"]
+    return [f"{harm.name} did most harm: without it, the number would be {size}"]
 
 
 def _side(found: Blame, one: Without) -> str:
@@ -255,7 +255,7 @@ class Omission:
 @dataclass
 class Counterfactual:
     """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
-    that the whole mean was used.   cosines: of each omitted pseudogradient with the mean of the kept ones."""
+    that the whole mean was used.   cosines: one per omitted pseudogradient, with the mean of the others."""
 
     omission: Omission
     state: OuterState

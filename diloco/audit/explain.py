@@ -106,7 +106,7 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     quorum = ats[min(commit.m, len(ats)) - 1]
     tooks = [one.offer.took for one in facts.offers if one.fate == COUNTED]
     grace = patience_s(tooks, facts.timing.poll)
-    more = f"up to {duration(4.5 * median(tooks) + grace)} for one whose rate promises an offer"
+    more = f"up to {duration(4.5 * median(tooks) + grace)} for a replica whose rate promises an offer"
     return (
         f"it had the {commit.m} offers that it needs since {_time(quorum)}, {duration(commit.at - quorum)} before "
         f"({since_last}); it does not wait for a replica that is dead or without progress for {duration(grace)}, and "

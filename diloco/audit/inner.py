@@ -71,7 +71,7 @@ from rendezvous.store import VOID, PatientStore, Store
 if TYPE_CHECKING:
     from diloco.outer.loop import OuterLoop
 
-CLOSE = 1e-2  # of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
+CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
 LOOKED_AT = 20  # bundles of a slot that are read to find the number of its process's threads
 
@@ -388,7 +388,7 @@ class _Recorded(BucketPlaces):
         self._to.off += self._refused
         self._attempt = 0
         if not self.lost and (self._has_actors or self._has_verdict(place)):
-            self.lost = f"{self._key(place)} is gone or cannot be used, and may be an actor's rollouts"
+            self.lost = f"{self._key(place)} is gone or cannot be used; its rollouts may be from an actor"
         return None
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:

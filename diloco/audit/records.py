@@ -29,13 +29,13 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Readable, Store
 from rendezvous.stores.ahead import Ahead
 
-STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # the most objects that are requested together
+STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many steps, and logs, are requested together at most
 
 
 class RecordCheck:
     """The check of one run's records.
 
-    chain, manifests: of commits and snapshots that were read, by step.   logged, left: step -> session or key -> the
+    chain, manifests: step -> commit, snapshot that was read.   logged, left: step -> session or key -> the
     digest of θ that it logged or left with."""
 
     def __init__(self, store: Store, rules: Rules, found: Findings) -> None:
@@ -232,7 +232,7 @@ def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
 
 
 def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
-    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without one."""
+    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without a digest."""
     said: dict[int, dict[str, str]] = {}
     owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
     keys = [key for key in owners if not layout.is_rollouts(key)]

@@ -45,7 +45,7 @@ def read_mean(reducer: Reducer, commit: Commit, out: np.ndarray) -> str:
 
 
 def read_contributions(reducer: Reducer, commit: Commit, elements: int) -> Iterator[Contribution]:
-    """Yield each listed offer with its decoded pseudogradient.   The next one overwrites the vector."""
+    """Yield each listed offer with its decoded pseudogradient.   The next offer overwrites the vector."""
     bodies = reducer.bodies
     vector = np.empty(elements, np.float32)
     for listed in commit.offers:

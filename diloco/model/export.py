@@ -40,7 +40,7 @@ from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import PatientStore
 
 BASE = "base.json"  # in an exported adapter's folder: its base model
-MODEL_CONFIGS = ("config.json", "generation_config.json")  # of a whole model; an adapter has another config
+MODEL_CONFIGS = ("config.json", "generation_config.json")  # the configs of a whole model; an adapter has another config
 STATE_PATIENCE_S = 10.0
 
 
@@ -59,7 +59,7 @@ def export(url: str, step: int | None, to: Path, merge: bool = False) -> int:
 
 
 def refuse_merge(run: Run, merge: bool) -> None:
-    """Raise ConfigError if the run has no adapter to merge, or a script's: this project cannot load its base."""
+    """Raise ConfigError if the run has no adapter to merge, or only a script's adapter, whose base we cannot load."""
     if merge and run.config.script is not None:
         raise ConfigError(
             "--merge takes the adapter of [inner.lora], and a script trains this run. Leave --merge out; if the script "

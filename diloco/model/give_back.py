@@ -30,14 +30,14 @@ from rendezvous.records.records import Commit, Mean, Snapshot, WireError
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
 PATIENCE_S = 20.0
-AT_ONCE = 1000  # most keys in a DELETE
+AT_ONCE = 1000  # at most so many keys in a DELETE
 KINDS = ("delta", "mean", "snapshot")
 R = TypeVar("R", Commit, Mean, Snapshot)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of deletions.   keys: of blobs, oldest first.   freed: kind -> bytes by the records.   unnamed: number of
+    """A plan of deletions.   keys: oldest blob first.   freed: kind -> bytes by the records.   unnamed: number of
     blobs without a record.   before, after: the steps whose θ can be computed.   head: the first open step."""
 
     keep: str

@@ -38,7 +38,7 @@ def publish_script_model(
 ) -> None:
     """Put what an export needs beside θ into the bucket, unless another replica has done so. Every rank calls this.
 
-    session: None on the ranks beside rank 0.   tell: returns rank 0's message."""
+    session: None except on rank 0.   tell: returns rank 0's message."""
     store = None if session is None else session.rv.store
     if not tell(store is not None and store.get(layout.MODEL_MANIFEST) is None):
         return
@@ -76,7 +76,7 @@ def _is_whole(model: Any) -> bool:
 def _gathered_state(model: Any, keep: bool) -> dict[str, Any]:
     """Return the state_dict of a model in shards with whole tensors, tied ones once; {} of a model without shards.
 
-    keep: on rank 0. Gathering is a collective, so all ranks call this."""
+    keep: True on rank 0. Gathering is a collective, so all ranks call this."""
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if not any(hasattr(value, "full_tensor") for value in held.values()):
         return {}

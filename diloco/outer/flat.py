@@ -7,7 +7,7 @@
     local value of an element = base + (live − round(base))     base = the fp32 vector that was last scattered
 
 base is θ, or the result of α's merge; round is to the model's dtype.  So the rounding of a bf16 model never enters a
-pseudogradient. The local values that α kept do enter it, as in torchft and in arXiv 2501.18512.  For an fp32
+pseudogradient. The local values that α kept do enter Δ, as in torchft and in arXiv 2501.18512.  For an fp32
 model, the local value is the live value, read straight from the model.
 
 The outer step averages only these vectors, so replicas would differ in the rest:
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.run.config import OuterError
 
 PART = 1 << 24  # elements that are copied at once from a device: 64 MiB
-SHOWN = 3  # most names in an error
+SHOWN = 3  # at most so many names in an error
 WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}  # modules around a model's own
 
 
@@ -191,8 +191,8 @@ class ModelGuard:
         if changed := [n for n in {**self._trainable, **now} if self._trainable.get(n) != now.get(n)]:
             raise OuterError(
                 f"{_names_of(changed)} were frozen, unfrozen or replaced after make_diloco: each replica would train "
-                "others. Do that before make_diloco, or end the loop and make a new one (for a new run, as its layout "
-                "differs)"
+                "other parameters. Do that before make_diloco, or end the loop and make a new one (for a new "
+                "run: its layout differs)"
             )
         buffers = dict(saved_buffers(self._model))
         if moved := [n for n in {**self._buffers, **buffers} if self._has_moved(n, buffers.get(n))]:

@@ -1,4 +1,4 @@
-"""Found the run of a loop that has no run.toml: a script's, or any loop's around make_diloco.
+"""Create the run of a loop that has no run.toml: a script's, or any loop's around make_diloco.
 
     no run.json at the URL  ─▶ write it: the loop's mathematics, its layout, what is frozen
     run.json exists there   ─▶ compare, and take its codec                                    WrongRun if it differs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def found_run(session: Session, loop: "OuterLoop", frozen: str | None) -> None:
-    """Write run.json, or compare with the existing one. Take the codec from it.
+    """Write run.json, or compare with the existing one. Take the codec from run.json.
 
     frozen: digest of frozen weights (frozen.py); None: computed here.
     """

@@ -10,8 +10,8 @@
              torchft's fragment are replaced (diloco/outer/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
-Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Tied weights are in it once,
-frozen weights are not. Each fragment has its own outer optimizer (a common one would apply stale inner gradients).
+Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Fragments have tied weights once,
+and no frozen weights. Each fragment has its own outer optimizer (a common one would apply stale inner gradients).
 
 Not promised: that inner steps after the last sync are shared. If the `with` ends early, only this model has them.
 """
@@ -119,7 +119,7 @@ class OuterLoop:
         return self.committed() * self.interval + self.diloco._local_step
 
     def progress(self, before: int, steps: int) -> dict[str, int]:
-        """Return a TrainerState's position and end: the run's, or a later round's.   before: the parent's steps."""
+        """Return a TrainerState's position and end: of the run, or of a later round.   before: the parent's steps."""
         begin, end = before * self.interval, max(steps, self.committed() + 1) * self.interval
         return {"global_step": begin + self.position(), "max_steps": begin + end}
 

@@ -6,8 +6,8 @@
 m and v are fp32 vectors in flat order, which also hold bfloat16 moments; step has one number per parameter.  An
 adapter's moments are a few megabytes. A whole model's moments are twice the model, and are not passed on.
 
-Not promised: moments of optimizers other than torch's Adam and AdamW, of a killed replica, or of several ranks; a
-shorter lr warm-up for a session that has them.
+Not promised: moments of optimizers other than torch's Adam and AdamW, of a killed replica, or of several ranks.
+A session with moments has no warm-up of its own (inner/models/optim.py).
 """
 
 from collections.abc import Mapping

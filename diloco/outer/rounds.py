@@ -79,7 +79,7 @@ class InFlightRound:
 class StoreRounds:
     """The OuterRounds (diloco/outer/managers/protocol.py) of one claimed slot.
 
-    founds: `join` writes run.json if it is missing. If False, `diloco train` has written it.
+    founds: `join` writes run.json if it is missing. If False, `diloco train` has written run.json.
     theta_0: returns the outer state's arrays of step 0, if every replica can get them outside the bucket
     (diloco/model/start_model.py).
     """
@@ -164,7 +164,7 @@ class StoreRounds:
         return lambda: self._keep_commit(flight.land())
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        """Offer Δ for the open step, durably.   Raises Leaving if this replica was asked to leave."""
+        """Offer Δ for the open step, durably.   Raises Leaving if a leaving replica's grace ends before."""
         self._prepare_offer(delta, h)()
 
     def _prepare_offer(self, delta: np.ndarray, h: int) -> Callable[[], None]:

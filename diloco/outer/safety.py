@@ -243,7 +243,7 @@ class Tracker:
         return {**self.numbers, "outer_lr": lr, **worth}
 
     def findings(self, commit: Commit, desired: int, mine: Iterable[Finding]) -> list[tuple[Finding, int]]:
-        """Return the findings to warn about, each with its number of steps in a row.   mine: of this replica."""
+        """Return the findings to warn about, each with its number of steps in a row.   mine: those of this replica."""
         found = commit_findings(commit, desired, self.numbers.get("cos_pair"), self._rules)
         empty = [empty_round(commit.t)] if self._empty else []
         return self.lasting_findings([*found, *empty, *self._repeated_offers(commit), *mine])
@@ -260,7 +260,7 @@ class Tracker:
         return found
 
     def lasting_findings(self, found: Sequence[Finding]) -> list[tuple[Finding, int]]:
-        """Return the findings to warn about, with their numbers of steps in a row: 3, 6, 12, 24, 50, 100, 150, …"""
+        """Return the findings to warn about, with their numbers of steps in a row: `first`, 3, 6, 12, 24, 50, 100, …"""
         first = {f.kind: f for f in found}
         self._lasting = Counter({k: self._lasting[k] + 1 for k in first})
         return [(first[k], n) for k, n in sorted(self._lasting.items()) if n == first[k].first or is_due(n)]

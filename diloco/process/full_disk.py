@@ -1,4 +1,4 @@
-"""This machine's full disk: words about it, and the pause before the next try.  A local run seldom loads it.
+"""This machine's full disk: words about it, and the pause before the next try.  Local runs seldom import it.
 
     wait_for_space(session, "the start model", error, …)   note, event ──▶ pause; GaveUp after give_up_s
     full_disk_words(error, "the start model")              for processes that do not wait: container, publishing child

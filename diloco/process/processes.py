@@ -1,4 +1,4 @@
-"""Processes: their names, which no reused pid matches, the runs that they work for, and their place.
+"""Name processes so that no reused pid matches, and find the runs that they work for and the place where they run.
 
     pid 4711 started 123456 ticks after boot  ──▶  "4711:123456"
     mark_run(url)        ─▶ an anonymous file of this process, with one digest for each run
@@ -84,7 +84,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
 
 
 def describe_exit(exit_code: int | None, ours: bool = True) -> str:
-    """Describe -9 as "killed by SIGKILL", 3 as "exit code 3 (fenced)".   ours: a replica's, whose codes have names."""
+    """Describe -9 as "killed by SIGKILL", 3 as "exit code 3 (fenced)".   ours: of a replica, whose codes have names."""
     if exit_code is None:
         return "gone; its exit code was not seen"
     if exit_code >= 0:

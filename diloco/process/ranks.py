@@ -84,7 +84,7 @@ class Followers:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def settle(self) -> None:
-        """Call this after an error: wait until it is known whether a lost rank caused it. If so, do not return."""
+        """Call this after an error: wait until it is known whether a lost rank caused it. Never return if one did."""
         if self._failed.wait(SETTLE_S):
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
@@ -184,7 +184,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
-    """Return the variables by which torch, accelerate and TRL know a rank.   folder: of this replica's session."""
+    """Return the variables by which torch, accelerate and TRL know a rank.   folder: that of this replica's session."""
     numbers = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {MEET: os.path.join(folder, "meet"), **{name: str(number) for name, number in numbers.items()}}
 
@@ -223,7 +223,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time to remove it
+        shutil.rmtree(os.path.dirname(os.environ[MEET]), ignore_errors=True)  # rank 0 had no time
         os._exit(exitcodes.CRASHED)
 
 

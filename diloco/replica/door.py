@@ -8,9 +8,9 @@
 
     drawn    SHA-256(commit T−1 ‖ key ‖ nonce) is below the share; T: the outer step that trains it
 
-A verdict binds this session, its replacements and an audit.  A later session's verdict does not bind an audit of an
-earlier one.  The rest depends on the chain and on verdicts of earlier places, so every session decides alike.  Only
-sums on another machine could differ; so the first verdict counts.
+A verdict binds this session, its replacements and an audit.  An audit of an earlier session ignores it.  Which bundles
+are checked depends only on the chain and on earlier verdicts, so all sessions check the same.  Only the check's sums
+may differ on another machine; so the first verdict counts.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
 puts a bundle after commit T−1 can know whether the bundle is drawn.  A bundle that names a session as its maker is not
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from inner.rollouts.recorded import BundlePlace
 
 MOST = 2  # doubts after which an actor's later bundles are not used
-ROLLOUTS, TOKENS = 16, 256  # the most checked rollouts of a bundle and tokens of a turn: the cost has a bound
-POSITIONS = 1 << 20  # all: over the check's own 32, one honest 8-bit bundle of 20 was doubted
+ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
+POSITIONS = 1 << 20  # all, in effect: with the check's own 32, 1 of 20 honest 8-bit bundles was doubted
 SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
 SHOWN = 2000  # characters of the reasons in a verdict
 

@@ -60,7 +60,7 @@ class LeadingPlaces:
         if None in found:
             found = self._pass_over(found)
         for places in self._places:
-            places.own_only = True  # so `put` of rollouts made now returns no actor's bundle
+            places.own_only = True  # from now on, `put` returns no actor's bundle in place of new rollouts
         return self._group.tell(Dealt(found)).bundles[0]
 
     def _pass_over(self, found: Sequence[Bundle | None]) -> list[Bundle | None]:

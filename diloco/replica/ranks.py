@@ -8,7 +8,7 @@
                                      done? (Led's word) ────────▶            stop
              a script of `diloco launch` ───────▶   each rank runs it, as under torchrun (script_ranks.py)
 
-Only rank 0 uses the bucket.  SIGTERM to it lets the replica leave; a rank that dies ends it (diloco/process/ranks.py).
+Only rank 0 uses the bucket.  SIGTERM to rank 0 lets the replica leave; a rank's death ends it (process/ranks.py).
 
 Notes and events of the other ranks' rewards go to rank 0's session (FollowingHost).
 
@@ -219,7 +219,7 @@ def follow() -> int:
         _follow_training(group, group.tell(None))
     except RewardFailed as error:
         print(error, file=sys.stderr, flush=True)
-        time.sleep(2 * SETTLE_S)  # all ranks raise it, and rank 0 reports it
+        time.sleep(2 * SETTLE_S)  # all ranks raise the error, and rank 0 reports it
         return exitcodes.NO_REWARD
     return exitcodes.DONE
 

@@ -79,7 +79,7 @@ def run_member(
 ) -> int:
     """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
 
-    parent: "PID:START" of a process with which this one ends.   generation: claimed already, or 0.   ranks: 0 means 1.
+    parent: "PID:START"; this process ends with that process.   generation: claimed already, or 0.   ranks: 0 means 1.
     """
     survive_lost_output()
     try:
@@ -201,7 +201,7 @@ def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session
 
 
 def _ask_patiently(record: ModelRecord, session: Session, fetch: Callable[[], Path]) -> Path:
-    """Call `fetch`. Repeat it if the start model is on the Hub; the bucket's store retries by itself."""
+    """Call `fetch`. Repeat the call if the start model is on the Hub; the bucket's store retries by itself."""
     if (model := record.hub_model) is None:
         return fetch()
     from diloco.model.hub_wait import from_hub
@@ -228,8 +228,8 @@ class Inputs:
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     """Whether a replica that starts now does not need θ₀, because it loads the newest snapshot.
 
-    If that fails, it uses snapshot 0, which is in the bucket too; for a model on the Hub, it fetches the weights
-    then.   An adapter always needs θ₀'s files.
+    If that fails, the replica uses snapshot 0, which is in the bucket too; for a model on the Hub, it fetches the
+    weights then.   An adapter always needs θ₀'s files.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False
@@ -290,7 +290,7 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
 
 def _refuse_other_start(record: ModelRecord, model: Any, *, with_weights: bool) -> None:
-    """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False: its θ₀ is zeros."""
+    """Raise WrongRun if this replica's start model differs from the run's.   with_weights: False if θ₀ is zeros."""
     from diloco.model.start_model import refuse_other_bits
     from diloco.outer.flat import layout_of
 
@@ -325,7 +325,7 @@ def build_loop(
 
     def build(folder: Path) -> "InnerLoop":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrecisionWarning)  # the journal also prints it
+            warnings.simplefilter("ignore", PrecisionWarning)  # the journal prints this warning, too
             return build_inner(run.config.inner, folder, inputs.files, seeds, REJOIN_WARMUP, scratch=inputs.scratch)
 
     model_dir = inputs.model_dir

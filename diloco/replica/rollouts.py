@@ -6,9 +6,9 @@
     generate ──▶ create ──▶ train                another process was faster ──▶ train on its bundle
 
 A place is (slot, generation g, bundle k): known before the rollouts are made.  t is the outer step on which the slot
-trains them.  A bundle of an earlier t has older weights.  An actor's bundle has log-probs: it is used if at most
-fleet.staleness outer steps older, and if it passes a check (door.py).  A session's is not used.  This depends
-only on the chain and on records, so every session of a slot decides alike.
+trains them.  A bundle of an earlier t has older weights.  An actor's bundle, which has log-probs, is used if it is at
+most fleet.staleness outer steps older and passes a check (door.py).  A session's older bundle is not used.  This
+depends only on the chain and on records, so every session of a slot decides alike.
 
 A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
 predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
@@ -18,7 +18,7 @@ If the store fails, a bundle is not recorded, but no step is lost: the trainer c
 With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
 no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.
 
-Not promised: that two machines compute the same weights inside a round, so that later generations of it may differ.
+Not promised: that two machines compute the same weights inside a round; so a round's later generations may differ.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_of(run.config)
     anew = makes_anew(run, session.rv.slot, session.rv.generation)
-    group: Group | None = getattr(loop, "group", None)  # of the ranks (ranks.py)
+    group: Group | None = getattr(loop, "group", None)  # the replica's ranks (ranks.py)
     each = [
         BucketPlaces(
             bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
@@ -281,7 +281,7 @@ class BucketPlaces:
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step."""
         if body == VOID:
-            return None, ""  # the store has reported it
+            return None, ""  # the store has reported the error
         record, payload = read_record(body)
         if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
             return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
@@ -299,5 +299,5 @@ class BucketPlaces:
         why = unfit(bundle)
         may_lie = record.actor and (not why or isinstance(why, TooFar))  # rollouts of wrong weights are also too far
         if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
-            return None, ""  # the door has reported it
+            return None, ""  # the door has reported its doubts
         return bundle, why

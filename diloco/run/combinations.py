@@ -85,7 +85,7 @@ def refuse_actors(config: "RunConfig") -> None:
     dropout = config.inner.lora.dropout if config.inner.lora else 0.0
     if dropout or config.inner.trl.get("disable_dropout") is False:
         raise ConfigError(
-            f"actors cannot sample: inner.lora.dropout = {dropout} (or inner.trl.disable_dropout) leaves it in the "
+            f"actors cannot sample: inner.lora.dropout = {dropout} (or inner.trl.disable_dropout) stays in the "
             "loss, and its ratio to the policy that sampled would be noise. Start no actors, or leave the dropout out"
         )
     refuse_engine(config, config.fleet.actor_engine)

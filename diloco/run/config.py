@@ -141,7 +141,7 @@ class RunConfig:
         return None
 
     def mathematics(self) -> dict[str, Any]:
-        """Return the settings that may never change under one URL. Names of user files are not among them."""
+        """Return the settings that may never change under one URL. The names of user files may."""
         inner = without_settings(self.inner.to_dict(), (*FILE_SETTINGS.values(), "rewards.functions", *NOT_LEARNED))
         entry_points = {
             kind: entry_point(name) if is_code(kind) else ""
@@ -153,7 +153,7 @@ class RunConfig:
             fixed["reward_weights"] = weights
         if models := self.inner.rewards.models:
             fixed["reward_models"] = models
-        if self.eval is not None:  # changes no weight, but mixed settings would make two curves of one
+        if self.eval is not None:  # changes no weight, but with other settings the run's curve would break
             unnamed = ("prompts",) if self.eval.task else ("prompts", "task", *TASK_ONLY)
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # its address may change

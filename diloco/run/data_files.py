@@ -7,7 +7,7 @@ beside the user's code that it imports.
     ~/.cache/diloco/data/<digest>/prompts.jsonl                      …/eval.jsonl
     RunConfig: "hub:openai/gsm8k@<commit>/main:train", and the path of that file
 
-A replica reads the run's file. So it needs neither the Hub nor a token, and all replicas read the same bytes.  The
+A replica reads the run's file, and needs neither the Hub nor a token; so all replicas read the same bytes.  The
 file's digest is part of the run; it depends only on the rows.
 
 `check_held_out`: before a run begins, [eval]'s prompts can be read, and are not training prompts.

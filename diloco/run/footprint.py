@@ -48,7 +48,7 @@ class Footprint:
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
     floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
-    back: bytes of each older step that is kept.   rollouts: the most bytes of one outer step's recorded tokens.
+    back: bytes of each older step that is kept.   rollouts: limit of bytes of one outer step's recorded tokens.
     """
 
     parameters: int
@@ -77,7 +77,7 @@ def footprint(
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
     trained: number of the adapter's parameters; None if the whole model is trained.   quantised: how many of the base's
-    parameters have 4 bits on the device (inner.lora.base).   devices: of one replica."""
+    parameters have 4 bits on the device (inner.lora.base).   devices: number per replica."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -126,7 +126,7 @@ def states_on_device(width: int, devices: int, base: int) -> float:
 
 
 def recorded_bytes(config: RunConfig, replicas: int) -> int:
-    """Return the most bytes of tokens, masks and log-probs that one outer step records (fleet.record_rollouts)."""
+    """Return how many bytes of tokens, masks and log-probs one outer step records at most (fleet.record_rollouts)."""
     inner = config.inner
     if not config.fleet.record_rollouts or inner.loop == "supervised":
         return 0

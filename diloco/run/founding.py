@@ -85,7 +85,7 @@ def found_run(
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
     key: script.json's, if the run was launched with a script.
-    codec = "auto" becomes the existing run's codec. For a new run, `choose` measures and returns one.
+    codec = "auto" becomes the existing run's codec. For a new run, `choose` measures and returns a codec.
     """
     auto = mine.codec == AUTO
     if store.get(key) is None:
@@ -104,7 +104,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
     """Raise RecordsLost if a later record exists while run.json is missing.
 
     later: keys of records that are written only after run.json.   Another process may be creating the run at this
-    moment. It writes run.json before the others, so this function reads run.json last.
+    moment. That process writes run.json first, so this function reads run.json last.
     """
     stands = next((key for key in later if store.get(key) is not None), None)
     if stands is not None and store.get(layout.RUN) is None:
@@ -119,7 +119,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
 def refuse_nested(url: str) -> None:
     """Raise WrongRun if `url` is inside another run, because each run would read the other's objects as its own.
 
-    A folder or prefix above that is missing or unreadable counts as one without a run.
+    A folder or prefix above that is missing or unreadable counts as a place without a run.
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
@@ -135,7 +135,7 @@ def solo_warning(desired: Wanted) -> str:
     """Return the warning for a run in which a single replica may take an outer step; "" for other runs."""
     if desired.min_replicas > 1:
         return ""
-    alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, any of them will do"
+    alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, and any one is enough"
     return (
         f"min_replicas = 1: one replica alone may take an outer step ({alone}). No other replica confirms "
         "its θ, so bad memory would not be noticed; with --min-replicas 2 two of them must agree"

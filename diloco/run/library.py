@@ -29,7 +29,7 @@ from rendezvous.store import Store, put_once
 from rendezvous.stores.open import open_store
 from rendezvous.stores.run_key import run_key, under_key
 
-AUTO = "auto"  # in place of a slot: a free one
+AUTO = "auto"  # in place of a slot: choose a free slot
 LAUNCHED: dict[str, Session] = {}  # one_spelling(URL) -> the session of the process that runs a user's script for it
 OPENED = set[str]()  # one_spelling(URL) of runs in which this process has opened a session by itself
 
@@ -39,7 +39,7 @@ def open_session(
 ) -> Session:
     """Open the session of a program's replica, and found the run if it is new.   slot: r00, r01, … or AUTO.
 
-    desired: replicas, min_replicas and steps of a new run.   settings: of Session, unless `diloco launch` set them.
+    desired: replicas, min_replicas and steps of a new run.   settings: Session's, unless `diloco launch` set them.
     """
     if isinstance(run, str):
         if (held := launched_session(run, slot, desired["steps"])) is not None:

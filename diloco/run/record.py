@@ -278,8 +278,8 @@ OPENING = (layout.RUN, layout.SEAL)  # the records that every reader needs first
 def read_model(run: Run) -> ModelRecord | None:
     """Return the record of the run's model; None before it is published.   Raise RecordsLost if it is lost.
 
-    A commit is later than the model, and so is snapshot 0, but in a fork and in a script's run. A script with
-    make_diloco publishes none: then no key begins with model/."""
+    Commits are written after the model, and so is snapshot 0, except in a fork and in a script's run. A script with
+    make_diloco publishes no model: then no key begins with model/."""
     is_script = run.config.script is not None  # ConfigError: a program with make_diloco publishes no model
     later = [layout.commit_key(0), *([] if is_script or run.record.parent.url else [layout.snapshot_key(0)])]
     if (body := run.store.get(layout.MODEL_MANIFEST)) is None and any(run.store.get(key) is not None for key in later):

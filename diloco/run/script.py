@@ -17,8 +17,8 @@ from typing import Any
 
 from diloco.run.config import FleetConfig, OuterConfig, RunConfig
 
-FILES = "script/"  # before a file's path, as run.json names it
-URL, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"  # of the process that runs a script
+FILES = "script/"  # begins a file's path in run.json
+URL, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"  # variables of the process that runs a script
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ WHEN = (1980, 1, 1, 0, 0, 0)  # time of each file in the .zip: the earliest poss
 def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     """Return name in the .zip -> file, for the modules of a folder that `code` imports, also indirectly.
 
-    folder: the one that has the code's package, for `python -m package.code`; None: the code's own folder.
-    Of that package, only the modules that are imported; of another one, all."""
+    folder: contains the code's package, for `python -m package.code`; None: the code's own folder.
+    Of that package, only the imported modules; of another package, all modules."""
     folder = folder or code.parent
     own = code.relative_to(folder).parts[0]  # the code's package, or else its file
     packages = [p / "__init__.py" for p in code.parents if p != folder and p.is_relative_to(folder)]
@@ -70,7 +70,7 @@ def _imported(code: Path, folder: Path) -> Iterator[str]:
     """Yield the full names of all modules that a file imports, and of those that `from … import` may mean."""
     try:
         tree = ast.parse(code.read_bytes())
-    except (SyntaxError, ValueError):  # the pre-flight check reports it
+    except (SyntaxError, ValueError):  # the pre-flight check reports such a file
         return
     package = code.relative_to(folder).parent.parts
     for node in ast.walk(tree):

@@ -112,7 +112,7 @@ def linear_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int
 
 
 def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Sequence[str], freeze_a: bool) -> int:
-    """Count an adapter's parameters.   shapes: weight -> shape.   names: of layers; []: all but embeddings and head."""
+    """Count an adapter's parameters.   shapes: weight -> shape.   names: layers; []: all but embeddings and head."""
     adapted = linear_shapes(shapes).items()
     chosen = [s for layer, s in adapted if not names or any(layer == n or layer.endswith(f".{n}") for n in names)]
     return sum(r * (shape[0] if freeze_a else sum(shape)) for shape in chosen)

@@ -19,7 +19,7 @@ from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
 WHOLE = 0.9  # an evaluation with at least this share of the most prompts counts as complete
-KINDS = ("greedy", "sampled")  # the first one that was measured is the headline
+KINDS = ("greedy", "sampled")  # the first kind that was measured is the headline
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
     …         commits, newest logs
 
     A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
-    changed, it is the only round, and `likely_keys` lets it start before run.json is read (opening.py).
+    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (opening.py).
 
 How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
@@ -49,8 +49,8 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series of numbered records.   low: at least so many exist.   high: this one does not.   reach: keys to probe.
-    then(n): called when the length n is known."""
+    """A series of numbered records.   low: at least so many exist.   high: no record has this number.
+    reach: keys to probe.   then(n): called when the length n is known."""
 
     key: Numbered
     low: int
@@ -220,7 +220,7 @@ class _Look:
         self._ask_slots(self.found.wanted.member_names)
 
     def _controls_listed(self) -> int:
-        """Count the control records in a LIST up to the first gap; it may lag.  A lease adds one every few minutes.
+        """Count the control records in a LIST up to the first gap; the LIST may lag.  Each lease adds a record.
 
         The highest number is not used: a stray `control/999999.json` would cost a million GETs in every first look.
         """
@@ -306,7 +306,7 @@ def likely_keys(ahead: Ahead, cache: "Cache | None", scope: Scope) -> list[str]:
     known = ReadSoFar() if cache is None else known_from_cache(cache)
     if cache is None or known.commits == 0:
         return _Look(ahead, scope, ReadSoFar()).first_keys
-    newest = layout.commit_key(known.commits - 1)  # to be compared with the cached one
+    newest = layout.commit_key(known.commits - 1)  # read again, to compare it with the cache
     keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
     return [key for key in keys if key == newest or cache.get(key) is None]
 

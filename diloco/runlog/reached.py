@@ -45,9 +45,9 @@ class LostCommit:
 
 
 def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS) -> LostCommit | None:
-    """Return the first lost commit; None if no commit is lost.   A run over a lighthouse writes none, so it lost none.
+    """Return the first lost commit; None if no commit is lost.   A run over a lighthouse has no commits to lose.
 
-    head: commits below it were read, now or by an earlier look; `folders` with all of steps/ shows whether they stand.
+    head: commits below it were read, now or by an earlier look; if `folders` has all of steps/, they are checked, too.
     """
     keys = [key for folder in folders for key in store.list(folder)]
     listed = {layout.commit_step(key) for key in keys if key.endswith("/commit.json") and _step_of(key) > 0}
@@ -101,7 +101,7 @@ def refuse_broken_chain(store: Readable) -> None:
 def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
     """Write into `report.damage` which commit is lost or altered.
 
-    folders: to list.   None: some, and only if a heartbeat or a log names a step above the head, as a look is short."""
+    folders: those to list.   None: few, and only if a heartbeat or a log names a step above the head, to be quick."""
     head = max(len(report.steps), report.taken) if is_in_bucket(report.config) else report.head
     told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
     cheap = (layout.SNAPSHOTS, layout.offers_prefix(head + 1)) if max(told, default=0) > head else ()

@@ -376,7 +376,7 @@ class Reader:
         self._sessions[taken.slot, taken.generation] = session
 
     def _read_logs(self, found: Found) -> None:
-        """Read every new log object.  The cache does not keep the newest one, which its writer may write again."""
+        """Read every new log object.  The newest object is not cached: its writer may write it again."""
         if self._scope.newest is None:
             keys = [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
         else:

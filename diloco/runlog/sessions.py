@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
-LONGEST = 300  # most characters of a reason
+LONGEST = 300  # at most so many characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}
 LOST_LATER = {"replaced": "lost", "done": "done, then failed"}  # a script may fail after its training
 BAD_ENDS = tuple(kind.replace("_", " ") for kind in (*LAUNCH_ENDS, *SESSION_ENDS) if kind in kinds_of(LOSS))
@@ -154,7 +154,7 @@ def _shorten(words: object) -> str:
 
 
 def joined_words(seen: str, own: str) -> str:
-    """Join the platform's reason and the session's own.  An own reason replaces the log line behind "; " in `seen`."""
+    """Join the platform's reason and the session's own.  The latter replaces the text after "; " in `seen`."""
     if not own:
         return seen
     reason = seen.partition("; ")[0]

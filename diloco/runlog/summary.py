@@ -28,7 +28,7 @@ from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 from rendezvous.layout import is_slot
 
-NAME = 24  # most characters of a run's name in a line with other text
+NAME = 24  # at most so many characters of a run's name in a line with other text
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def _session_words(session: SessionSummary, began: float) -> str:
     return f"{session.end}{end}, counted in {len(session.commits)} steps, {joined}"
 
 
-_WIDTH = 24  # most characters of a list of steps
+_WIDTH = 24  # at most so many characters of a list of steps
 
 
 def kept_words(report: "Report") -> list[str]:

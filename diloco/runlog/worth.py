@@ -8,7 +8,7 @@
     outer steps to the same point ∝ 1 + B/N        and so the time; replica-hours ∝ N·(1 + B/N) = N + B
 
 So if c is near 0, another replica costs no extra hours and saves a share 1/(N + 1) of the time. If c is near 1, it
-saves nothing.  The formula assumes outer steps of the best length for each N: docs/studies/tuned.md has its error.
+saves no time.  The formula assumes outer steps of the best length for each N: docs/studies/tuned.md has its error.
 
 Not promised: the result of a run of another size.  c changes during a run, and with H and the learning rate.
 """
@@ -36,7 +36,7 @@ class Worth:
     """Use and gain.   hours: the sum over all devices.   first, newest: values of the headline `name`, or None.
 
     unit: "GPU-hours", or "replica-hours" if a session's device is a CPU or unknown.
-    cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: in these steps.
+    cosine: between two replicas, over the newest steps; None if fewer than two took part.   replicas: number.
     """
 
     samples: float

@@ -129,7 +129,7 @@ class DiLoCoCallback(TrainerCallback):
                 "trainer its optimizer before train(), and let no other callback replace it"
             )
         self._stepped = False
-        ended = state.global_step >= state.max_steps  # by the trainer's count
+        ended = state.global_step >= state.max_steps  # the training's end, by the trainer's count
         move_to(state, self.loop.position(), calling_trainer())
         if self.asked_to_go or self.manager.done:
             control.should_training_stop = True
@@ -147,7 +147,7 @@ class DiLoCoCallback(TrainerCallback):
         loader, self._skipping = self._skipping, None
         if loader is not None and self.loop is not None:
             if self.loop.position() * args.gradient_accumulation_steps == loader.skip_batches:
-                control.should_training_stop = False  # all rows of this pass were skipped; the next one has them
+                control.should_training_stop = False  # all rows of this pass were skipped; train on the next pass
             loader.skip_batches = 0
         self.watch(saves=control.should_save)
 
@@ -196,7 +196,7 @@ class DiLoCoCallback(TrainerCallback):
         boundary: int = 1,
         most: float = math.inf,
     ) -> int:
-        """Join the run. Return the optimizer steps of one replica.   planned: replicas -> the trainer's count.
+        """Join the run. Return one replica's optimizer steps.   planned: number of replicas -> the trainer's steps.
 
         boundary: optimizer steps that no sync interrupts.   most: optimizer steps in all epochs of the trainer."""
         if self.loop is not None:
@@ -231,7 +231,7 @@ class DiLoCoCallback(TrainerCallback):
     ) -> None:
         """Set rows, seed and learning rates to the run's position.   used: batches that the slot has read.
 
-        schedulers: scheduler -> optimizer steps per step of it.   planned: optimizer steps of the trainer's plan.
+        schedulers: scheduler -> optimizer steps per scheduler step.   planned: optimizer steps of the trainer's plan.
         steps: optimizer steps of one replica."""
         assert self.loop is not None
         slot = slot_index(self.slot)
@@ -342,7 +342,7 @@ def generation_steps(args: Any) -> int:
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Return the optimizer steps of one replica.   planned: the trainer's number, for epochs of all rows."""
+    """Return the optimizer steps of one replica.   planned: the trainer's, in epochs of all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 
@@ -393,7 +393,7 @@ def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, 
 
 
 def restarts(scheduler: Any, planned: int, steps: int) -> str:
-    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler itself."""
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler."""
     ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
     return (
         f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"
@@ -402,7 +402,7 @@ def restarts(scheduler: Any, planned: int, steps: int) -> str:
 
 
 def move_to(state: Any, step: int, trainer: Any) -> None:
-    """Set the trainer's step. If it jumps, the trainer's means (loss) are still over the steps that were taken."""
+    """Set the trainer's step. After a jump, the trainer's means (loss) are still over the steps that were taken."""
     jump, state.global_step = step - state.global_step, step
     for since in ("_globalstep_last_logged", "_initial_global_step"):
         if jump and hasattr(trainer, since):

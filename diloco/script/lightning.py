@@ -51,7 +51,7 @@ class DiLoCoLightningCallback(Callback):
         schedulers = {config.scheduler: steps_each(trainer, config) for config in trainer.lr_scheduler_configs}
         replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan, steps)
         if used or replica.replicas > 1 or slot_index(replica.slot):
-            iter(trainer.fit_loop._data_fetcher)  # the fetcher was made before the rows were this replica's
+            iter(trainer.fit_loop._data_fetcher)  # the fetcher was made before the rows were divided among replicas
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1  # the run ends the training
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -114,7 +114,7 @@ def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
 
 
 def skip_used(loader: Any, used: int) -> bool:
-    """Make accelerate's loader skip the batches that this slot has used, in its first pass. Return False for others."""
+    """Make accelerate's loader skip the batches that this slot has used, in the first pass. Return whether it does."""
     if not used or not hasattr(loader, "skip_batches"):
         return False
     loader.skip_batches = used % len(loader) if _has_length(loader) else used

@@ -21,7 +21,7 @@ from inner.settings.task import EVAL, FILE_SETTINGS, is_code, setting_of
 from rendezvous.records.digests import hex_of
 
 COLUMNS = 8
-SideBySide = Mapping[int, tuple[float | None, float | None]]  # by OLD's outer step
+SideBySide = Mapping[int, tuple[float | None, float | None]]  # OLD's outer step -> both values
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ CALM_STEPS = 20  # counted outer steps of a slot after which earlier losses are 
 BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # older steps are not reported
 WAITS = 0.25  # of a replica's time
-LEAST_WAITS = 3  # least number of timed steps among the newest
-SKEW_S = 60.0  # least difference of a clock that is reported
+LEAST_WAITS = 3  # minimal number of timed steps among the newest
+SKEW_S = 60.0  # a smaller difference of clocks is not reported
 SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
 
@@ -65,7 +65,7 @@ def _open_since(report: Report) -> float:
 
 
 def _evaluates(report: Report, now: float) -> bool:
-    """Whether a live replica scores held-out prompts, by its heartbeat.  If it hangs, its watchdog ends it."""
+    """Whether a live replica scores held-out prompts, by its heartbeat.  A watchdog ends one that hangs."""
     return any(b.evaluates and now - b.at <= silent_s(report.url) for b in report.beats.values())
 
 
@@ -150,11 +150,11 @@ def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any
 
 def _diverged_words(report: Report, event: dict[str, Any], session: SessionSummary, times: int) -> Trouble:
     fault = "a loss, weights or a pseudogradient that are not numbers (NaN or infinity) or far too large"
-    advice = "its next session heals from the bucket; if it comes again, a smaller inner.lr, or fp32 weights"
+    advice = "its next session heals from the bucket; if it happens again, set a smaller inner.lr, or use fp32 weights"
     if event["event"] == "diverged":
         fault = "other weights than the run, or a changed base (another digest)"
-        advice = "its next session heals from the bucket; if it comes again, and on that machine alone, use another "
-        advice += "machine; if on several machines, your own code may write to frozen weights"
+        advice = "its next session heals from the bucket; if it happens again only on that machine, use another "
+        advice += "machine; if it happens on several machines, your own code may write to frozen weights"
     often = f", {times} times by now" if times > 1 else ""
     text = f"{session.name} had {fault}{often}" + (f": {session.why}" if session.why else "")
     return trouble("diverged", text, advice, step=_step_of(report, event["at"]), slot=session.slot)
@@ -172,7 +172,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers, pseudogradients and rollouts of RECENT_STEPS outer steps that no session of this run wrote.
+    """Find invalid offers, pseudogradients and rollouts that no session of this run wrote, in RECENT_STEPS outer steps.
 
     `diverged` finds those of a session."""
     names = [f"/delta/{session.name}-" for session in report.sessions]
@@ -260,7 +260,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a newest snapshot older than two periods, as a joining replica must replay all steps after it."""
+    """Find a run without a snapshot for two periods: a joining replica must replay all steps after the newest one."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

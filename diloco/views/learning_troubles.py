@@ -29,16 +29,16 @@ LEAST_FIRST = 6
 NEWEST = 3  # successive outer steps before a trouble is reported
 SAME_REWARDS = 5  # successive outer steps whose groups all have equal rewards
 EMPTY_STEPS = 3  # successive outer steps whose mean was zero
-WIDTH = 6 * 1.4826  # of the band, in units of MAD: six standard deviations of normal noise
+WIDTH = 6 * 1.4826  # half of the band's width, in units of MAD: six standard deviations of normal noise
 ERRORS = 2.0  # standard errors of a difference of two evaluations
 APART, APART_ERRORS = 0.5, 4.0  # greedy and sampled differ strongly: share of the larger mean, standard errors
 TOOL_FAILURES = 0.5
 BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
 FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
-RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; least relative fall of the chosen responses' log-prob
+RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; the chosen responses' log-prob falls by this part
 CHOSEN = "replay_chosen_logp"
-BANDS = {  # metric: (its label, least and largest multiple of the median inside the band, least width)
+BANDS = {  # metric: (its label, smallest and largest multiple of the median inside the band, least half of its width)
     "kl": ("KL", 0.0, 5.0, 0.1),
     "completion_length": ("completion length", 0.5, 2.0, 4.0),
     "entropy": ("entropy", 0.25, 2.0, 0.2),
@@ -192,7 +192,7 @@ def replay_falls(report: Report, now: float, spent: Spending | None) -> list[Tro
         return []
     text = f"log p of the chosen responses fell from {first:.3g} to {median(newest):.3g} (nats per response), "
     text += f"while {right:.0%} of the pairs are ranked right: the loss makes both responses of a pair unlikely"
-    advice = "set inner.replay.nll_weight = 1, or raise it: it adds the chosen responses' own loss"
+    advice = "set inner.replay.nll_weight = 1, or raise it: this weight adds the loss of the chosen responses"
     return [trouble("replay_falls", text, advice, step=split[1][-NEWEST][0])]
 
 
@@ -213,8 +213,8 @@ def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trou
     if before is None or after is None or after <= before:
         return []
     scores = " to ".join(score_words(e.headline[1]) for e in (best, newest))
-    text = f"held out, the reward fell from {scores} (θ_{best.step} to θ_{newest.step}), while training rose"
-    text += f" from {before:.3g} to {after:.3g}"
+    text = f"held out, the reward fell from {scores} (θ_{best.step} to θ_{newest.step}), while the training"
+    text += f" reward rose from {before:.3g} to {after:.3g}"
     advice = (
         f"export θ_{best.step} (`diloco export RUN --best`), or go back: `diloco train CONFIG --from RUN@{best.step}`"
     )
@@ -234,11 +234,11 @@ def held_out_differs(report: Report, now: float, spent: Spending | None) -> list
     step = newest[0].step
     text = f"held out @{step}: greedy {score_words(greedy)}, but sampled {score_words(sampled)}: "
     if greedy.mean > sampled.mean:
-        text += "most likely sampling goes astray where the likeliest tokens are good; training learns from samples"
+        text += "sampling probably takes bad tokens where the likeliest ones are good; training learns from samples"
         advice = "lower inner.sampling.temperature, or set top_p in [inner.trl]; `diloco watch RUN`, key o: completions"
     else:
-        text += "most likely the likeliest tokens end in a loop or never end"
-        advice = "read greedy completions of an export; a larger max_completion_length or a use that samples may do"
+        text += "the likeliest tokens probably end in a loop, or never end"
+        advice = "read greedy completions of an export; try a larger max_completion_length, or sample when you use it"
     return [trouble("held_out_differs", text, advice, step=step)]
 
 

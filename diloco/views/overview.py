@@ -25,7 +25,7 @@ from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
 OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
-SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; in a store on another machine they come every 5 s
+SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; a store far away gets one every 5 s
 LABELS = {
     "reward": "reward",
     "loss": "loss",
@@ -53,10 +53,10 @@ class MetricCurve:
 class SessionRow:
     """One session of a slot, or a slot without a claim yet (generation 0).
 
-    place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
+    place: the platform, or the machine's name.   phase: its heartbeat's; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
     beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
-    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: of its slot's sessions.
+    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: in its slot.
     """
 
     slot: str

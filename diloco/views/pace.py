@@ -28,7 +28,7 @@ from diloco.views.overview import silent_s
 from rendezvous.records.records import Beat
 
 RATE = 1.0  # requests per second; a month of these costs a dollar at S3's price
-LOOK_S = 5.0  # from one look to the next
+LOOK_S = 5.0  # seconds from one look to the next
 BURST_S = 2 * LOOK_S  # the longest time for which an unused budget grows
 EVERY = {"supervisor": 10.0, "control": 60.0, "beat": 5.0, "log": 60.0, "sessions": 20.0}
 COSTS_OF = {"supervisor": 2, "control": 2, "beat": 1, "log": 6, "sessions": 7}

@@ -12,12 +12,12 @@ BUSY = (
     "replicas wait for the bucket, too"
 )
 CLOSED = (
-    "this user may not open {}: permission denied. Use the account that owns it, or let that account give this one the "
-    "right (chmod -R a+rX on a run's folder, to read it)"
+    "this user may not open {}: permission denied. Use the account that owns it, or let its owner make it readable "
+    "(chmod -R a+rX on a run's folder)"
 )
 LOST = (
-    "no space left for the output of this command (stdout). Free some where it goes, or send it elsewhere, then the "
-    "same command"
+    "no space left for the output of this command (stdout). Free some space there, or redirect the output; then repeat "
+    "the command"
 )
 
 
@@ -35,8 +35,8 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the
-    same command may work later, and the exit code says so."""
+    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the same
+    command may work later, as the exit code tells."""
     from diloco.process import exitcodes
     from diloco.process.disk import is_full
     from diloco.views.trackers.tracker import TrackerBusy

@@ -238,7 +238,7 @@ class ServerlessExecutor(Protocol):
 
     @abstractmethod
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
-        """Wait for all processes; return results in the order of handles, after `timeout` s maybe "still running"."""
+        """Wait for all processes, at most `timeout` s; return results in the order of handles, or "still running"."""
 
     @abstractmethod
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:

@@ -81,7 +81,7 @@ def _run_timed(
 
 
 class LauncherWord:
-    """A launcher's lease, read again after each quarter of lease_s.   until: as of `run_replica`; None: no lease."""
+    """A launcher's lease, read again after each quarter of lease_s.   until: as in `run_replica`; None: no lease."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None

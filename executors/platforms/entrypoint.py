@@ -83,7 +83,7 @@ def create_process_file(stem: str, card: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leave_with(launchers: str) -> None:
-    """Wait until all processes that the file names have ended; then SIGTERM this one, and SIGKILL its group later."""
+    """Wait for the end of all processes that the file names; then SIGTERM this process, and SIGKILL its group later."""
     names = list[str]()
     while True:
         with suppress(OSError), open(open_own(launchers), encoding="ascii") as file:
@@ -100,7 +100,7 @@ def leave_with(launchers: str) -> None:
 def run(request: Mapping[str, Any]) -> int:
     """Call the entry point; return the exit code.  A crash leaves its traceback in the log."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # also into a file or pipe: you may follow the log
+        sys.stdout.reconfigure(line_buffering=True)  # also in a file or pipe, so that you can follow the log
     try:
         return _call_entrypoint(request)
     except SystemExit as leave:

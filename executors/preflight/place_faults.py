@@ -15,7 +15,7 @@
 
 Each function returns a sentence about a mistake, or "".
 
-Not promised: checks of the contents of a Modal secret or an image; notes say so.
+Not promised: checks of the contents of a Modal secret or an image; notes name them.
 """
 
 import importlib.util
@@ -140,7 +140,7 @@ def bitsandbytes_user(config: RunConfig) -> tuple[str, str] | None:
         without = 'set inner.optimizer = "adamw" (AdamW\'s moments of an adapter are small anyway)'
         return 'inner.optimizer = "adamw8bit"', without
     if config.inner.lora is not None and config.inner.lora.base is not None:
-        return f'inner.lora.base = "{config.inner.lora.base}"', "leave base out, for one in inner.dtype"
+        return f'inner.lora.base = "{config.inner.lora.base}"', "leave base out, for a base in inner.dtype"
     return None
 
 

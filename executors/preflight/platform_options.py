@@ -82,7 +82,7 @@ def sky_fault(place: Place) -> str:
         resources = import_module("sky").Resources
     except ImportError:
         return (
-            "SkyPilot is not installed here, so nothing could be started, and neither --gpu nor --option were checked. "
+            "SkyPilot is not installed here, so no replica could start, and --gpu and --option were not checked. "
             "Next: pip install 'serverless-diloco[sky]', then `sky check`"
         )
     given = {key: value for key, value in place.options.items() if key not in SKY_OWN}
@@ -93,7 +93,7 @@ def sky_fault(place: Place) -> str:
     for gpu in place.gpu or (None,):
         try:
             resources(accelerators=gpu, **given)
-        except Exception as error:  # of SkyPilot's own kinds, which differ from release to release
+        except Exception as error:  # errors of SkyPilot's own kinds, which differ from release to release
             words = " ".join(f"{key}={value}" for key, value in given.items())
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             return (

@@ -81,7 +81,7 @@ class FleetRequest:
         return {name: value for name, value in vars(self).items() if value}
 
     def within(self, places: Sequence[Place]) -> "FleetRequest":
-        """Return the request with the places' number of replicas.   Raise UsageError if they contradict it."""
+        """Return the request with the places' number of replicas.   Raise UsageError if it asks for fewer."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them out")
@@ -191,7 +191,7 @@ class Quote:
 def quote_start(
     asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
 ) -> Quote:
-    """Return the quote of a start.   replicas: number, if the request has none.   wanted, spent: default: the run's."""
+    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read them."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):

@@ -5,8 +5,8 @@
                                                                     --file                   ┘
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
-Data is read from the current folder, as `python train.py` would.  The folder of a script outside the current one, or
-of such a link's target, has its modules, and the data that the current folder lacks.  A file that git ignores is not
+Data is read from the current folder, as `python train.py` would.  For a script outside the current folder, or a link to
+one, that script's folder has its modules, and the data that the current folder lacks.  A file that git ignores is not
 sent unless --file names it; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script; name such files with --file.
@@ -33,8 +33,8 @@ from executors.preflight.secret_names import holds_secret, is_secret
 
 MOST_BYTES = 20_000_000
 JOINS = ("DiLoCoCallback", "make_diloco")
-KEY_STAYS = "which holds a key: give its value by --secret; --file {} sends it"
-SECRET_STAYS = "which has the name of a secret: give its value by --secret, or the file another name"
+KEY_STAYS = "which holds a key: pass its value by --secret; --file {} sends the file"
+SECRET_STAYS = "which has the name of a secret: pass its value by --secret, or rename the file"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
 OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}

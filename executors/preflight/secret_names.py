@@ -5,8 +5,8 @@
     HFtoken.TXT     ─words─▶ "h ftoken", and joined "hftoken" ─▶ the joined word is a service's token    ─▶ a secret
 
 The last word of a name tells the kind of the thing: `db_credentials` are credentials, `credentials_check` is a check.
-A token is a secret if its owner is a service (`hf_token.py`), and for data also if its owner is unknown; else it is a
-model's. A key is a secret if its owner is a service.
+A token is a secret if its owner is a service (`hf_token.py`), and in a data file also if its owner is unknown; other
+tokens are a model's. A key is a secret if its owner is a service.
 
 OLDER has the patterns of an earlier release. A name that they match is a secret, too, unless it is a template.
 
@@ -35,7 +35,7 @@ TEMPLATE = re.compile(r".+ (example|sample|template|dist)")  # .env.example, sec
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+")
 TEXTS = {"txt", "json", "yaml", "yml", "toml", "ini", "cfg", "conf"}
 KEPT = r"(secrets?|credentials?|creds|passwords?|passwd|passphrases?|(api|access|private|secret) ?keys?)"
-STAGE = r"( (local|dev|staging|prod|production|private|backup|old|[^ -~]+))*"  # a word in other letters may be any
+STAGE = r"( (local|dev|staging|prod|production|private|backup|old|[^ -~]+))*"  # any word of another script
 SERVICE = (
     r"((my|our|team|hf|hub|huggingface|gh|github|gitlab|wandb|kaggle|openai|anthropic|aws|slack|discord|telegram|stripe"
     r"|bot|read|write|api|access|auth|bearer|refresh) ?)"

@@ -55,7 +55,7 @@ class Bill(Plain):
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a run.   hours: wall time with any billed launch.   unlogged: dollars that the log does not have.
+    """The costs of a run.   hours: wall time with any billed launch.   unlogged: dollars that are missing in the log.
 
     boxes: US dollars for boxes that have ended.
     untold: sessions on rented machines whose costs are missing in the log and in the control records.

@@ -31,7 +31,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
 
 BEATS, SESSIONS = 4, 8
-JITTER = 0.95  # fraction of a period after which a read is due, because a sleep may end a little early
+JITTER = 0.95  # read again after this part of a period, not after all of it: a sleep may end a little early
 NONE = frozenset[str]()
 RECORDS_S = 10.0
 

@@ -235,13 +235,13 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
     if lease is None:
         return
     journal = Journal(store, clock, SUPERVISOR, lease.generation)
-    launches.read_log()  # the supervisor that has just ended may have logged some of them
+    launches.read_log()  # a supervisor that has just ended may have logged some ends
     for handle in launches.strangers:
         journal.emit("found", **begin_fields(handle), why="found by `diloco stop`; the log does not name it")
         journal.emit("ended", **end_fields(Status(handle, State.CANCELLED, "one too many")), duplicate=True)
     for status in launches.unbooked:
         unseen = {} if (status.handle.slot, status.handle.attempt) in launches.seen_alive else {"unseen": True}
-        lost = f"; {work} went with it" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
+        lost = f"; lost: {work}" if (work := lost_work(read_beat(store, status.handle.slot))) else ""
         journal.emit("ended", **{**end_fields(status), "reason": status.reason + lost}, **unseen)
     journal.emit("stopped", code=exitcodes.LEFT, text="stopped by `diloco stop`")
     journal.flush()

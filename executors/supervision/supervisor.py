@@ -205,7 +205,7 @@ class Supervisor:
         try:
             outcome = self.tick()
             self._trouble_since = None
-            if self.lease.trouble:  # a full disk: the replicas wait, and no event can say so
+            if self.lease.trouble:  # a full disk: the replicas wait, and no event can report it
                 self._say_waiting(f"{WAITING}: {self.lease.trouble}")
             else:
                 self._said_at = float("-inf")
@@ -341,7 +341,7 @@ class Supervisor:
             self.slots.outages.answered(LAUNCH)  # there is nothing to start, so no outage delays a start
             return
         may_start = self._verdict is None and not self.slots.outages.waits(LAUNCH) and not self.lease.lost
-        if may_start and (why := self._starts.try_to_start(starts, report)):  # why: no budget, no replica runs
+        if may_start and (why := self._starts.try_to_start(starts, report)):  # no budget, and no replica runs
             new = not report.of_kind("launched")
             self._verdict = Outcome(exitcodes.USER_ERROR if new else exitcodes.LEFT, why)
 
@@ -363,7 +363,7 @@ class Supervisor:
             self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
-        """Ask a replica to leave: by a control record if a record asks it, else by a cancel at the platform."""
+        """Ask a replica to leave: a control record asks it, or else a cancel at the platform."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
             state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)

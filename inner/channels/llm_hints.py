@@ -21,8 +21,8 @@ endpoint that is down costs little time, and LLMHints notices when the endpoint 
 We never pay again for an answer in the ledger. All sessions with one ledger together stay under the ceiling. A replica
 that starts again takes the first free file, with the answers in it.
 
-Not promised: equal hints on all replicas; a hint only has to help its own rollout. One ceiling for all replicas: N
-replicas may spend N times max_total_usd. The endpoint gets a rollout's last messages: choose one that may see them.
+Not promised: equal hints on all replicas (a hint only has to help its own rollout), or one ceiling for them (N
+replicas may spend N times max_total_usd). The endpoint gets a rollout's last messages: choose one that may see them.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED = 63  # most batches in a row for which no hints are requested
+MOST_SKIPPED = 63  # at most so many batches in a row for which no hints are requested
 LAST_MESSAGES = 6  # how many messages before the turn the hint model sees
 WRITER = (
     "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "
@@ -123,7 +123,7 @@ class LLMHints:
         return read_hint(self._answers[state["state_id"]])
 
     def _ask_model(self, states: Sequence[TraceState]) -> None:
-        """Store an answer for every state; "" if the model gave none. Never raises."""
+        """Store an answer for every state; "" if the model gave no hint. Never raises."""
         self._answers |= {state["state_id"]: "" for state in states}
         if self._to_skip:
             self._to_skip -= 1
@@ -190,7 +190,7 @@ def read_hint(answer: str) -> tuple[str | None, str | None] | None:
         return None
     if not isinstance(written, dict) or not isinstance(written.get("hint", 0), str | None):
         return None
-    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # it could end the hint's message
+    if unfit_text(written["hint"] or "") or template_token(written["hint"] or ""):  # might end the message
         return None
     tool = written.get("tool")
     arguments = written.get("arguments")

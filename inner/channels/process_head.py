@@ -170,7 +170,7 @@ def student_width(model: Any) -> int:
 
 @dataclass(frozen=True)
 class Example:
-    """One action in one state. The label is the teachers' share for it."""
+    """One action in one state.   label: the action's share of the teachers' votes."""
 
     row: list[int]
     start: int

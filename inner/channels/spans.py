@@ -80,7 +80,7 @@ def model_turns(tool_mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def read_turns(tool_mask: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Return the turns: the k-th run of 1s is the k-th assistant message; the tool messages after it its results."""
+    """Return the turns: the k-th run of 1s is the k-th assistant message, whose results follow as tool messages."""
     failures: list[Mapping[str, Any] | None] = []
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":

@@ -5,8 +5,8 @@
     ema      w ← (1 - r) w + r · student, once per inner step of this session    one copy; under bf16 one more, in fp32
     round    θ_t, the committed weights: the same on every replica at step t      one copy
 
-The teacher is the student's own module, with other weights during one forward. The two share frozen layers, and the
-copy for an adapter is as small as the adapter. Or the teacher is another model with the same vocabulary.
+The teacher is the student's own module, with other weights during one forward. Teacher and student share frozen layers,
+and the copy for an adapter is as small as the adapter. Or the teacher is another model with the same vocabulary.
 
 Not promised: the same "ema" on all replicas; each session starts its own average from the weights it joined with.
 """

@@ -4,10 +4,10 @@
     │        └ "" too, and has texts
     └ "" counts the rows: dropped
 
-At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first that has texts,
-else the first.  Others are dropped if they are empty or count the rows.
+At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first of them that has
+texts, else the first of all.  The others are dropped if they are empty or count the rows.
 
-Not promised: an index that a program sorted or filtered, beside another column without a name.  The file is refused.
+Not promised: an index that a program sorted or filtered, beside another column without a name: such a file is refused.
 """
 
 import csv
@@ -18,8 +18,8 @@ from typing import Any
 from inner.errors import InnerError
 
 Numbered = tuple[str, dict[str, Any]]  # ("row 3", its fields)
-LONGEST_FIELD = 2**31 - 1  # most characters of a field
-UNNAMED = "\0"  # and the column's number: key for a column without a name, before it is "" or dropped
+LONGEST_FIELD = 2**31 - 1  # at most so many characters of a field
+UNNAMED = "\0"  # then the column's number: the key of a column without a name, until it becomes "" or is dropped
 BEYOND = "beyond the header"  # key for a row's fields beyond the header's columns
 BEGINS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # first field of a column that counts the rows
 

@@ -78,7 +78,7 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
             dataset.name, dataset.config or None, split=dataset.split, revision=dataset.revision or None
         )
         yield from ((f"row {number}", row) for number, row in enumerate(rows, 1))
-    except Exception as error:  # from Hub, disk or pyarrow; the text lists configs and splits
+    except Exception as error:  # an error of Hub, disk or pyarrow; its text lists configs and splits
         cause = error.__cause__ or error
         if "BatchSize must be greater than 0" in str(cause):  # datasets 5.2, for a Parquet file without rows
             return
@@ -94,7 +94,7 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
 
 
 def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
-    """Return the commit.   kind: "model" or "dataset".   revision: "" for main.   setting: for errors (InnerError)."""
+    """Return the commit.   kind: "model" or "dataset".   revision: "" for main.   setting: its name, for errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

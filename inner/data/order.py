@@ -1,5 +1,5 @@
 """Choose the data of an inner step: a pure function of (seed, share, index).  A replacement continues where its
-predecessor stopped, and no two replicas read the same row within an epoch.
+predecessor stopped. In one epoch no two replicas read the same row, except if the rows do not divide evenly.
 
     epoch e      permutation(seed, e) of all rows: a b c d e f g h
                  share 0 of 3: a d g | share 1 of 3: b e h | share 2 of 3: c f a      dealt in turn; then from the front
@@ -29,7 +29,7 @@ class Share:
     of: int = 1
 
     def size(self, n_rows: int) -> int:
-        """Return the number of rows per epoch, equal for all shares. A share that is too short begins again."""
+        """Return the number of rows per epoch, equal for all shares: a share may end with a row of another share."""
         return -(-n_rows // self.of)
 
     def salted(self, salt: int) -> "Share":

@@ -48,7 +48,7 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
 def load_prompts(
     spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
-    """Load rows that all have a `prompt` and the same columns.   kind: of the user's file.   Raises InnerError."""
+    """Load rows that all have a `prompt` and the same columns.   kind: that of the user's file.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
     named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns have their names

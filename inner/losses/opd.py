@@ -6,7 +6,7 @@
     hard gate   g = 1[H > threshold]           L = mean_tok [ KL(S ‖ T) + g KL(T ‖ S) ]
 
 The hard gate is Entropy-Aware On-Policy Distillation (EOPD, arXiv 2603.07079): reverse KL everywhere, *plus* forward KL
-if the teacher's entropy is high. The soft gate is a convex mix that is often called by the same name.
+if the teacher's entropy is high. The soft gate is a convex mix, which is often called EOPD, too.
 
 The soft gate's default h_max is log V. For a real vocabulary this is so large (11.9 at 150k; a teacher's entropy is
 mostly below 1 nat) that w is near 0. A useful h_max is 1 to 2.

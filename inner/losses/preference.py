@@ -62,7 +62,7 @@ def dpo_loss(
     dpop_lambda: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean over pairs, a scalar. Log-probs are (B,), summed over the response. No pairs give 0 on the graph.
+    """Return the mean over pairs, a scalar. Log-probs (B,) are sums over the response. Without pairs: 0 on the graph.
 
     label_smoothing   ε, the share of flipped labels, below .5
     nll_weight        weight of the NLL anchor; it needs chosen_tokens (B,), the length of each chosen response
@@ -106,7 +106,7 @@ def simpo_loss(
 ) -> Tensor:
     """Return the mean over pairs (of weight · loss), a scalar. Both inputs: (B,) mean log-probs per token.
 
-    There is no reference model. No pairs give 0 on the graph."""
+    There is no reference model. Without pairs: 0 on the graph."""
     _same_shape(chosen_mean, rejected_mean)
     _refuse_negative(beta=beta, gamma=gamma)
     if not chosen_mean.numel():

@@ -11,8 +11,8 @@ For a file with 50,000 tokens we read the header in a tenth of a second; the pac
 it only for the weights. transformers cannot save a model that it read from a .gguf file, so we copy the weights into a
 fresh model. The file's rounding stays: training from a Q4 file begins at its 4-bit values, stored as floats.
 
-Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  No torch
-before `load_gguf`.
+Not promised: big-endian files, or version 1; the weights before quantisation; an export in the GGUF format.  Only
+`load_gguf` imports torch.
 """
 
 import struct
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAGIC = b"GGUF"
-MOST = 1 << 24  # most tensors, keys, array entries or text bytes in a valid header
+MOST = 1 << 24  # at most so many tensors, keys, array entries or text bytes in a valid header
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
-DEEPEST = 4  # most levels of nested arrays; no known model has nested arrays
+DEEPEST = 4  # at most so many levels of nested arrays; no known model has nested arrays
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K",
           12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 30: "BF16"}  # fmt: skip
 EXACT = ("F32", "F16", "BF16")

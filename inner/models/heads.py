@@ -25,7 +25,7 @@ DRAWN = (
 def check_head(config: Any, names: Collection[str], source: str) -> str:
     """Return a warning about a head that is in no file, or "".   Raises InnerError for a head that writes no text.
 
-    config: the contents of config.json.   names: the names of all weights; none if they are not known."""
+    config: the contents of config.json.   names: the names of all weights; empty if unknown."""
     config = config if isinstance(config, dict) else {}
     classes = config.get("architectures") or []
     untied = config.get("tie_word_embeddings") is False
@@ -36,7 +36,7 @@ def check_head(config: Any, names: Collection[str], source: str) -> str:
 
 
 def refuse_other_head(classes: Collection[str], names: Collection[str], source: str) -> None:
-    """Raise InnerError for a checkpoint whose head writes no text.   names: of weights beside a drawn language head."""
+    """Raise InnerError for a checkpoint whose head writes no text.   names: weights beside a randomly drawn head."""
     seen = [f"config.json names {name}" for name in classes if OTHER_CLASS.search(name)]
     seen += [f"the files have {name}" for name in sorted(names) if name.partition(".")[0] in OTHER_WEIGHTS]
     if seen:

@@ -76,7 +76,7 @@ def link_hub_files(model: HubModel, folder: Path) -> Path:
             _refuse_other_bits(model, name, _file_sha256(path))
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)  # from an earlier try
+        link.unlink(missing_ok=True)  # left by an earlier try
         link.symlink_to(path.resolve())
     return folder
 

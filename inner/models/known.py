@@ -63,7 +63,7 @@ def folder_or_refusal(config: InnerConfig) -> Path | None:
     unreachable = ("" if known.folder else known.note) or _ask_in_time(config.model, config.revision, ask_hub)
     if config.model in BUILT_IN_MODELS or is_gguf_file(config.model) or not unreachable:
         return None
-    why = unreachable.removeprefix(NOT_CHECKED).partition(", so whether")[0]
+    why = unreachable.partition(": ")[2].partition(": ")[2]
     raise InnerError(
         f"inner.model = {config.model!r}: its tokenizer is not in this machine's cache ({cache_folder()}), and the Hub "
         f"cannot be asked: {why}. Give a folder that has the model (--set inner.model=FOLDER), or a cache that has it "
@@ -187,7 +187,7 @@ def _check_index(index: Path, there: Iterable[str], what: str) -> None:
 
 
 def chat_template(folder: Path) -> bool | None:
-    """Whether the folder's tokenizer has a chat template.  None: the files do not tell."""
+    """Whether the folder's tokenizer has a chat template.  None: the files do not show it."""
     if any(folder.glob("chat_template*")):
         return True
     path = folder / "tokenizer_config.json"
@@ -200,7 +200,7 @@ def chat_template(folder: Path) -> bool | None:
 def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | None], None]) -> str:
     """Return "" if the Hub has the model, else why this was not checked.  Raises InnerError if the Hub refuses."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return f"{NOT_CHECKED}offline (HF_HUB_OFFLINE), so whether {model} is on the Hub"
+        return f"{NOT_CHECKED}whether {model} is on the Hub: offline (HF_HUB_OFFLINE)"
     outcome: list[Exception | None] = []
 
     def run() -> None:
@@ -214,12 +214,12 @@ def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | Non
     thread.start()
     thread.join(ASK_S)
     if not outcome:
-        return f"{NOT_CHECKED}the Hub did not answer within {ASK_S:.0f} s, so whether {model} is there"
+        return f"{NOT_CHECKED}whether {model} is on the Hub: no answer within {ASK_S:.0f} s"
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:
         first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
-        return f"{NOT_CHECKED}offline ({first:.80}), so whether {model} is on the Hub"
+        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first:.80})"
     return ""
 
 

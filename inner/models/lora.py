@@ -28,7 +28,7 @@ SEED = 0  # seed of A's first values; all replicas load the saved values
 
 
 def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit: str | None = None) -> Any:
-    """Add a new adapter.   base_name, commit: of a base on the Hub.   Raises InnerError if targets match no layer."""
+    """Add a new adapter.   base_name, commit: those of a base on the Hub.   Raises InnerError if no layer matches."""
     from peft import LoraConfig, get_peft_model
 
     layers = _layers_matched(model, settings)

@@ -4,12 +4,12 @@
 
     t   the committed outer step: [inner.schedule] defines factor; so a replacement has the same rate as other replicas
     n   number of replicas whose pseudogradients the newest outer step averaged
-    s   inner steps of this session: Adam's moments begin at 0, so each session warms up
+    s   inner steps of this session; a session that joins without Adam's moments warms up
 
     adamw            torch's, in the parameters' own dtype; no extra fp32 copy exists
     muon, adamw8bit  other_optimizers.py
 
-Not promised: that moments survive a session. An adapter's moments do if its replica leaves with notice
+Not promised: that moments survive a session. An adapter's moments survive if its replica leaves with notice
 (diloco/outer/moments.py).
 """
 

@@ -14,6 +14,5 @@
 
 Importing this package imports neither httpx nor torch.
 
-Not promised: that the teachers are right. A pair means that enough teachers agreed on an action that is not the
-student's.
+Not promised: that the teachers are right. A pair means that enough teachers agreed on another action than the student.
 """

@@ -61,7 +61,7 @@ class RequestClock:
 
 @dataclass(frozen=True)
 class Replay:
-    """The teachers' actions, in the order of states and teachers. It is iterable. `counts` has the missing ones."""
+    """The teachers' actions, in the order of states and teachers. It is iterable. `counts`: requests by outcome."""
 
     actions: list[TeacherAction]
     spent_usd: float  # spent with this ledger, by all processes together

@@ -70,7 +70,7 @@ async def send_and_read(
 
 
 def body_limit(teacher: Teacher) -> int:
-    """Return the most bytes that a response may have."""
+    """Return how many bytes a response may have."""
     return BODY_FLOOR + BYTES_PER_TOKEN * teacher.max_tokens
 
 
@@ -82,7 +82,7 @@ def unpack_body(raw: bytes, encoding: str, most: int) -> bytes:
     if encoding in ("", "identity"):
         return raw
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise ValueError(f"content-encoding {printable_start(encoding, 40)!r}, and identity was asked for")
+        raise ValueError(f"content-encoding {printable_start(encoding, 40)!r}, and the request asks for identity")
     try:
         body = zlib.decompressobj(wbits=47).decompress(raw, most + 1)  # 47: zlib's or gzip's header
     except zlib.error as error:

@@ -24,7 +24,7 @@ from inner.replay.teachers import NANO
 from inner.replay.untrusted import load_json
 from inner.settings.inner import InnerError
 
-MOST_HOLDERS = 1000  # most ledger names that a process tries
+MOST_HOLDERS = 1000  # at most so many ledger names that a process tries
 
 
 class CeilingReached(Exception):
@@ -41,7 +41,7 @@ class CostCeiling:
         self._changed = asyncio.Condition()
 
     async def hold(self, reserve: int) -> None:
-        """Hold a reserve; wait while held reserves may become free. Raises CeilingReached if no wait can help."""
+        """Hold a reserve as soon as it fits. Raises CeilingReached if it would not fit without other reserves."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.held == 0 or self._fits_ceiling(reserve))
             if not self._fits_ceiling(reserve):

@@ -11,7 +11,7 @@
     a path    your own data-juicer recipe for all pairs: a YAML file with a `process` list
 
 One tool call may be right in many states. The rules for prose would keep one of these pairs, as they make `chosen`
-unique. If fewer than one pair in ten is kept, a PairsWarning tells which operator removed how many, and what to do.
+unique. If fewer than one pair in ten is kept, a PairsWarning gives the removals per operator, and what to do.
 
 Each pair keeps both forms: the strings, and message lists for a chat template.
 
@@ -57,7 +57,7 @@ Passes = list[tuple[str, Process]]
 
 
 class PairsWarning(UserWarning):
-    """Few pairs were kept. The message says which operator removed how many."""
+    """Few pairs were kept. The message says how many pairs each operator removed."""
 
 
 class NormalizedDPOPair(TypedDict):

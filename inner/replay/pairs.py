@@ -89,7 +89,7 @@ def extract_dpo_pairs(
 
 
 def reward_pairs(states: Iterable[TraceState], name: str) -> list[DPOPair]:
-    """Return a pair for each state in which actions of one group's rollouts had different late rewards `name`."""
+    """Return a pair for each state in which actions of one bundle's rollouts had different late rewards `name`."""
     groups = dict[tuple[str, str], list[TraceState]]()
     for state in states:
         if name in state.get("late_rewards", {}):

@@ -159,6 +159,6 @@ def _parse_record(content: str) -> dict[str, Any] | None:
             record = parse(content)
             _ = str(record["error"])
             return record
-        except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):  # it only looks like one
+        except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError):  # not in this form
             continue
     return None

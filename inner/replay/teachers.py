@@ -42,10 +42,10 @@ from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # nano-dollars per dollar; amounts are whole, so sums are exact
-MOST_USD = 1e6  # most dollars of one request: a larger number is not a cost
-MOST_TOKENS = 1e9  # most tokens of one request
+MOST_USD = 1e6  # at most so many dollars of one request: a larger number is not a cost
+MOST_TOKENS = 1e9  # at most so many tokens of one request
 LONGEST_TOKEN = 64  # characters of an action per token; the longest tokens are runs of spaces
-HIDDEN_TOKENS = 1024  # most that a provider's chat template and tool prompt add to a request
+HIDDEN_TOKENS = 1024  # limit of what a provider's chat template and tool prompt add to a request
 
 FREE = {402, 409, 425, 429, 503}
 AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
@@ -54,7 +54,7 @@ Verdict = Literal["answer", "again", "failed", "stop"]
 
 
 class TeacherAction(TypedDict):
-    """One teacher's answer in one state. If there is none, `action` is "" and `error` says why."""
+    """One teacher's answer in one state. Without an answer, `action` is "" and `error` says why."""
 
     state_id: str
     teacher: str
@@ -77,7 +77,7 @@ class Teacher:
     tier: int = 0  # tier 1 is asked only if tier 0 disagrees
     base_url: str = OPENROUTER
     key_env: str | None = "OPENROUTER_API_KEY"  # the environment variable that holds the key; None: no key
-    max_tokens: int = 2048  # most tokens of the answer, reasoning included
+    max_tokens: int = 2048  # at most so many tokens of the answer, reasoning included
     temperature: float | None = 0.0
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@
 Each state names the form in which its trace writes commands (`action_form`, commands.py), for the comparison of
 teachers and student. For SWE-agent and SWE-smith, the form is derived from the turns.
 
-`tools` are the JSON schemas that the agent had. The files do not contain them; without schemas, teachers cannot call.
+`tools` are the JSON schemas that the agent had. The files lack them; without schemas, teachers cannot call tools.
 
 Not promised: that every SWE-agent error is found. The files do not mark errors, so the reader
 finds an error only by its text.

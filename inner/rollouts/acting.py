@@ -107,7 +107,7 @@ class Sampler:
 
 
 def _other_states() -> RandomStates:
-    """Return new random states for the replica, which continues with them. They differ from the actor's own."""
+    """Return new random states for the replica, which continues with them. These states differ from the actor's."""
     theirs, ours = torch.randint(1 << 32, (2,)).tolist()
     set_seed(theirs)
     found = RandomStates.read()

@@ -5,7 +5,7 @@
                   torch, numpy, python, cuda           random states after the generation
     metadata      prompts, each once · completions · names and weights of the rewards · tool calls and failures
 
-A token takes 4 bytes, 5 with tools, 9 with log-probs of an engine, and its text; the random states take 15 KB.
+A token takes its text and 4 bytes, 1 more with tools, 4 more with log-probs; the random states take 15 KB.
 Tokens and texts are stored as they were sampled, so they contain any secret that a tool printed.
 
 Bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle, with
@@ -59,7 +59,7 @@ class RandomStates:
             torch.cuda.set_rng_state(self.tensors["cuda"])
 
     def check(self) -> None:
-        """Raise ValueError unless `restore` works here.   New generators try it; the process's own do not change."""
+        """Raise ValueError unless `restore` works here.   Tried on new generators, not on the process's own."""
         try:
             words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
             if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its state

@@ -36,7 +36,7 @@ CLIP = 2.0  # largest importance weight of a token of an actor's rollout (trunca
 
 
 class BundlePlace(NamedTuple):
-    """The place of a bundle in its slot.   outer: the outer step on which its inner steps count."""
+    """The place of a bundle in its slot.   outer: the outer step that counts its inner steps."""
 
     outer: int
     generation: int

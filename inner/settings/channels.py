@@ -224,12 +224,12 @@ class ChannelSettings:
         moving += ['inner.sdpo.wrapper = "taid"'] if self.sdpo.wrapper == "taid" else []
         if moving and self.weight_steps is None:
             raise ChannelError(
-                f"{moving[0]} moves with the committed outer steps, and their number is not set. Set "
+                f"{moving[0]} changes with the committed outer steps, and their number is not set. Set "
                 "inner.schedule.weight_steps to the number of outer steps of the run, or to fewer."
             )
         if self.weight_steps is not None and not moving:
             raise ChannelError(
-                f"inner.schedule.weight_steps = {self.weight_steps} moves nothing. Set inner.sdpo.weight_end, "
+                f"inner.schedule.weight_steps = {self.weight_steps} changes nothing. Set inner.sdpo.weight_end, "
                 'inner.replay.weight_end or inner.sdpo.wrapper = "taid", or leave it out.'
             )
 

@@ -9,7 +9,7 @@
         └▶ POConfig  a GRPOConfig with all these values; an error if TRL's config holds other values
 
 In an on-policy run (num_iterations = 1, and each generation serves at most one inner step), r = 1 everywhere. Then
-clip ranges, caps and the sequence ratio do nothing. If an objective depends on them, a warning names the settings.
+clip ranges, caps and the sequence ratio do nothing. A warning names these knobs if the objective needs them.
 
 Not promised: the papers' results, batch sizes or lengths. TRL's own GRPOTrainer does not know gmpo (it stops at the
 first loss) and ignores `dynamic_sampling` and `soft_overlong_tokens`: only ComposerReplicationTrainer implements these.
@@ -228,8 +228,8 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     high = settings.get("epsilon_high")
     if name == "dapo" and not (low is not None and high is not None and high > low):
         raise ObjectiveError(
-            f"objective = 'dapo' clips higher than it clips low, and epsilon_high = {high} is not above epsilon = "
-            f"{low}. Set epsilon_high = 0.28, or objective = 'bnpo' or 'lite_ppo' for a token mean without it."
+            f"objective = 'dapo' needs a larger range upwards than downwards, but epsilon_high = {high} is not above "
+            f"epsilon = {low}. Set epsilon_high = 0.28; 'bnpo' and 'lite_ppo' have a token mean with equal ranges."
         )
     if name == "cispo" and not (high is not None and high >= 1):
         raise ObjectiveError(

@@ -2,12 +2,12 @@
 
     POConfig(GRPOConfig)
         objective              a name of the menu (inner.settings.objectives); the other fields must match it
-        dynamic_sampling       most further generations per batch, to replace groups with equal rewards; 0: off
+        dynamic_sampling       limit of further generations per batch, to replace groups with equal rewards; 0: off
         soft_overlong_tokens   a completion that ends in this last part of its limit loses up to 1; 0: off (DAPO, 13)
 
 POConfig checks itself when it is made.
 
-Not promised: that TRL's own trainers read these three; ComposerReplicationTrainer does.
+Not promised: that TRL's own trainers read these settings; ComposerReplicationTrainer does.
 """
 
 import warnings

@@ -175,7 +175,7 @@ class RewardSettings(Table):
     broken: str | float = setting(
         "worst",
         'Reward of a completion that breaks the function while others get numbers: "worst" (lowest of the group), '
-        'a number, or "none" (no advantage, which a policy can learn to reach).',
+        'a number, or "none" (no advantage: a policy can learn to get that).',
     )
 
     def check(self) -> None:

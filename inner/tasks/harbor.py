@@ -77,7 +77,7 @@ def load_harbor(text: str) -> HarborTask:
 def local_fault(image: str, paths: Iterable[str]) -> str:
     """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
     if image:
-        return f"a local box has no images, and this task has {image!r}. Use another provider, or leave it out."
+        return f"a local box has no images, and this task has {image!r}. Use another provider, or leave the image out."
     for path in paths:
         if top := [top for top in (*MACHINES, "/dev", "/proc") if f"{path}/".startswith(f"{top}/")]:
             return f"a local box has this machine's {top[0]}, so it cannot have {path}. Use another folder or provider."
@@ -172,7 +172,7 @@ def _placed(work: str, target: str) -> str:
 
 
 def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left: list[Path]) -> dict[str, str]:
-    """Return path in the box -> base64 of one COPY: into a folder if `to` is one, else a file of that name."""
+    """Return one COPY's files: path in the box -> base64.   to: a folder for them, or the name of the one file."""
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if not path.resolve().is_relative_to(folder.resolve()):
@@ -183,7 +183,7 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left:
 
 
 def _named(folder: Path, source: str) -> list[Path]:
-    """Return the files and folders that COPY means; `folder` is the root of its paths.   A pattern may mean several."""
+    """Return the files and folders that COPY's source matches; `folder` is the root of its paths."""
     inside = posixpath.normpath(source.lstrip("/") or ".")
     pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
     found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []

@@ -83,7 +83,7 @@ def compose_loss(
         simpo_beta=simpo_beta,
         simpo_gamma=simpo_gamma,
         sdpo_wrapper=sdpo_wrapper,
-        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # a step count is required; the caller passes taid_t
+        schedule_steps=1 if sdpo_wrapper == "taid" else None,  # required, but unused: the caller passes taid_t
         entropy_opd_h_max=entropy_opd_h_max,
         eopd_threshold=eopd_threshold,
         **anchors,  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Runs the RL inner loop, with one trainer for the whole process. The outer loop decides when it stops.
+"""Runs the RL inner loop, with one trainer for the whole process. The outer loop decides when training stops.
 
     PolicyTrainer, or ComposerReplicationTrainer if the run uses [inner.sdpo], [inner.replay] or [inner.process]
 
@@ -8,7 +8,7 @@
 There is one trainer per process: a second one would wrap the model's forward once more, and starting `train` costs
 half a second. The loop uses its own raw optimizer, because accelerate's wrapper has no step hooks.
 
-The loop prints nothing, and shows no progress bars or reports. It writes only to a temporary folder, which is deleted.
+The loop prints nothing, and shows no progress bars or reports. Its only files are in a temporary folder, later deleted.
 
 Not promised: that a second session gives the same bits; `seeds.noise` seeds sampling.
 """
@@ -88,13 +88,13 @@ METRIC_NAMES = {
     "sdpo/grad_norm": "sdpo_grad_norm",
     "replay/grad_norm": "replay_grad_norm",
 }
-LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, most metrics, most characters
+LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, limits of metrics and of characters
 
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
-    """Suppress two warnings: transformers 5.23 warns that TRL 1.16 uses deprecated names, and TRL warns that
-    environments are experimental."""
+    """Keep transformers' log to errors, without warnings that TRL 1.16 uses deprecated names (transformers 5.23);
+    suppress TRL's warning that environments are experimental."""
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():
@@ -349,7 +349,7 @@ def trainer_arguments(config: InnerConfig, seeds: Seeds, folder: str, **placemen
         **config.grpo.overrides,
         max_grad_norm=config.max_grad_norm,
         learning_rate=config.learning_rate,
-        seed=seeds.noise % 2**32,  # numpy's limit. this seeds only the sampling; `seeds.data` orders the data
+        seed=seeds.noise % 2**32,  # numpy's limit; this seeds only the sampling; `seeds.data` orders the data
         logging_strategy="no",
         save_strategy="no",
         report_to=[],

@@ -8,8 +8,8 @@ The loss on a held-out text (`text_losses`), in nats per token. Every call gives
     tokens   ┊─w─┊……┊─w─┊……┊─w─┊        at most MOST windows of `width` + 1 tokens, evenly spaced
     loss     of each window: the mean over its tokens
 
-Not promised: that each epoch shows every token once; windows are drawn with replacement; the loss that other programs
-report for a text; their windows and contexts differ. No trl here.
+Not promised: that each epoch shows every token once (windows are drawn with replacement); the loss that other programs
+report for a text (their windows and contexts differ). No trl here.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from inner.models.precision import casts_products, check_precision, gpu_has_bflo
 from inner.settings.inner import Files, InnerConfig, InnerError, Progress, Seeds, Theta
 from inner.train.metric_means import MetricMeans
 
-MOST, AT_ONCE = 64, 8  # windows in `text_losses`: most in all, and per forward pass
+MOST, AT_ONCE = 64, 8  # maximal number of windows in `text_losses`: in all, and per forward pass
 
 
 class SupervisedLoop:

@@ -26,10 +26,10 @@ class Task:
     rewards: list[Callable[..., Sequence[float | None]]]  # the user's, unwrapped; []: the environment has get_reward
     environment: type | None
     hint: Hint | None  # None: use the templates of inner.channels.hints
-    pairs: Path | None = None  # for the replay channel
+    pairs: Path | None = None  # the pairs of the replay channel
     process: ProcessReward | None = None
     turn: Any = None  # switches between the environment's state and the trainer's (inner/usercode/apart.py)
-    make: Callable[[], Any] | None = None  # makes the user's environment in its turn; None: the class makes it
+    make: Callable[[], Any] | None = None  # makes the user's environment, apart from training; None: call the class
 
 
 def load_task(config: InnerConfig, files: Files, *, models: bool = True) -> Task:

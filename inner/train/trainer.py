@@ -247,7 +247,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         alpha, beta = self._channel_weights(inputs)
-        if self.channels.sdpo.teacher == "ema":  # in each step, with a lesson or without
+        if self.channels.sdpo.teacher == "ema":  # in each step, even without a lesson
             self._advance_teacher()
         if not alpha and not beta:
             grpo = self._policy_loss(model, inputs)
@@ -346,7 +346,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return sum(written_tokens(batches[i]) for i in here) / len(here)
 
     def _teacher_logits(self, lessons: list[Lesson], device: torch.device) -> Tensor:
-        """Return logits (N, V) of the turns' tokens in the teacher's context. This is the one extra forward."""
+        """Return logits (N, V) of the turns' tokens in the teacher's context. It is this term's one extra forward."""
         self._advance_teacher()
         assert self._teacher is not None
         rows = [lesson.teacher_ids for lesson in lessons]
@@ -386,7 +386,7 @@ def _rollouts_of(
     rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
 ) -> list[Rollout]:
     assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
-    lengths = batch["completion_mask"].sum(1).tolist()  # whole completions: _take_over_truncation sees to that
+    lengths = batch["completion_mask"].sum(1).tolist()  # of whole completions, by _take_over_truncation
     written = batch.get("tool_mask", batch["completion_mask"])
     return [
         Rollout(

@@ -42,7 +42,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 
 
 class _Process:
-    """The state of this process.   inside: blocks that run.   own: the rewards' random state, or None before a call."""
+    """The state of this process.   inside: number of open blocks.   own: rewards' random state; None before a call."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -88,7 +88,7 @@ class _Process:
         return changed
 
     def _tell(self, what: str, changed: list[str]) -> None:
-        """Note the changes of this part of the user's code that are not noted yet."""
+        """Note those changes by this part of the user's code that were not noted before."""
         new = [name for name in changed if f"{what} {name}" not in self.told]
         self.told |= {f"{what} {name}" for name in new}
         if new:
@@ -104,7 +104,7 @@ _PROCESS = _Process()
 @contextmanager
 def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
     """Run the block apart from training.   what: the code's name in notes.   draws: it has the rewards' own random
-    state; else it begins with the trainer's, like a newly loaded file's."""
+    state; else it begins with the trainer's state, like a newly loaded file."""
     _PROCESS.enter(file, draws=draws)
     try:
         yield

@@ -6,9 +6,9 @@
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
-A completion is blamed (decision 065) in two cases. It failed alone in the last try, not by a connection error, and
-another completion got a number after it. Or its value is not a number, while other completions have numbers. If the
-last try ends with failures, we call the reward again for one completion with a number, to see whether it still answers.
+A completion is blamed (decision 065) in three cases. It failed alone in the last try, not by a connection error, and
+another completion got a number after it. Its value is not a number, while other completions have numbers. Its reward is
+an AtMostWorst. If the last try ends with failures, we score one completion with a number again: is the reward alive?
 
 Not promised: right values of a reward that compares completions: after a failure it sees only a part of the batch. A
 completion is also blamed if, by chance, the reward's machine hangs only for this completion, at every try.

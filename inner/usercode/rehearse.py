@@ -65,7 +65,7 @@ def rehearse(config: InnerConfig, files: Files, time_s: float = TIME_S, *, steps
 
 @dataclass(frozen=True)
 class Trying:
-    """The end of a child process.   late: whether it was killed after its time.   answer: from its file, or None."""
+    """The end of a child process.   late: whether it was killed after its time.   answer: in its file, or None."""
 
     late: bool = False
     answer: dict[str, Any] | None = None
@@ -131,7 +131,7 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 
 
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
-    """Return the config and the files that the parent gave to `ask_child`; keep what texts and rewards need of it."""
+    """Return the config and the files that the parent gave to `ask_child`; store its folders and steps for messages."""
     reward_words.FOLDERS[:] = asked["folders"]
     reward_form.START.max_steps = asked.get("steps") or reward_form.START.max_steps
     return InnerConfig.from_dict(asked["inner"]), {kind: Path(path) for kind, path in asked["files"].items()}
@@ -151,7 +151,7 @@ def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
 
 
 def missing_package(error: BaseException) -> str:
-    """Return the top-level package whose absence caused this error; "" if the cause is another one."""
+    """Return the top-level package whose absence caused this error; "" for another cause."""
     for cause in causes_of(error):
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             top = cause.name.partition(".")[0]
@@ -170,7 +170,7 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 def main(asked: Mapping[str, Any]) -> None:
     config, files = read_asked(asked)
     found = run_checks(config, files)
-    if found.refused:  # perhaps because a setting of the file was taken back
+    if found.refused:  # perhaps because a setting that the file made was undone
         found = replace(found, refused="\n".join([found.refused, *map("  note: {}".format, take_notes())]))
     _write(Path(asked["answer"]), found)  # before try_answers, which may take too long
     if not found.refused:

@@ -78,7 +78,7 @@ class RewardCalls:
         self.host: Host = host or StandaloneHost()
         self.broken = BrokenRewards(broken)
         self.rewardless = False  # True if no completion since the last `optimizer.step` has a reward
-        self._is_first = True  # whether the next `settle` is the first one since that step
+        self._is_first = True  # whether the next `settle` is the first since the last `optimizer.step`
         self._missing = 0
         self._failed: set[int] = set()
         self._in_a_row = dict[str, int]()  # reward's name -> consecutive batches without any number

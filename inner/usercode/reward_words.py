@@ -17,7 +17,7 @@ from typing import Any
 
 from inner.usercode.attempts import Scored
 
-FOLDERS: list[str] = []  # in a child process with copies: folders of the originals, and the user's shell's
+FOLDERS: list[str] = []  # in a child process with copies: the originals' folders, and the shell's folder
 
 
 def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:

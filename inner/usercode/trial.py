@@ -32,7 +32,7 @@ from inner.usercode.apart import take_notes
 from inner.usercode.rehearse import ask_child, read_asked
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
-MOST_PROMPTS = 1000  # most prompts whose lengths are measured
+MOST_PROMPTS = 1000  # at most so many prompts whose lengths are measured
 TIME_S = 120.0
 
 

@@ -1,1 +1,1 @@
-"""Small tasks, built in code. They need no downloads."""
+"""Small tasks, built in code. These tasks need no downloads."""

@@ -9,8 +9,8 @@
     <tool> 1 <end>                                      (3 + 1) · 4 + 5 mod 20
     <assistant> 1 <end>                                 reward 1: the final answer is right
 
-The warm start teaches three things: the format, to copy the tool's result, and to follow "hint use t3_6". It does not
-teach the right names. So plain RL has to find 1 of `names` names per kind, but a hint after the error gives it.
+The warm start teaches three things: the format, to copy the tool's result, and to follow "hint use t3_6"; but not the
+right names. So plain RL has to find 1 of `names` names per kind, while a hint after the error gives the right name.
 
 Not promised: any claim about language models. ToolWorld shows in seconds on a CPU that the training signals work.
 """

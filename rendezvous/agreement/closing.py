@@ -12,10 +12,10 @@
 
 Every replica looks for offers as soon as its own is durable; the last one finds all others, and closes the step.
 Before that, three replicas lead (rules.commit_rank): they look again when the decision may have changed
-(rules.resolved_in).  The others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
+(rules.resolved_in).  All others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
 some time.  A LIST may be out of date, so a closer reads every absent offer by GET.  put_once lets one closer win.
 
-Not promised: that the closer survives to read its own commit.  The others do not need it.
+Not promised: that the closer survives to read its own commit.  The other replicas do not need the closer.
 """
 
 from collections.abc import Iterable
@@ -146,7 +146,7 @@ class Committer:
             refuse_lost_claim(self.store, self.members)
         for key, body in fetch_together(self.together, self.store.get, anchors).items():
             if body is None or digest(body, SHA256) != anchors[key]:
-                raise lost_record(self.store.url, key, self._step, "is gone" if body is None else "is another one")
+                raise lost_record(self.store.url, key, self._step, "is gone" if body is None else "has changed")
 
     def refuse_lower_quorum(self) -> None:
         """Raise RecordsLost if a control record that earlier closers followed is lost."""
@@ -168,12 +168,12 @@ class Committer:
         return found
 
     def _listed_offers(self, wanted: Wanted) -> dict[str, Offer]:
-        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only the new ones."""
+        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only new offers."""
         there = self._listed_slots()
         return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
 
     def _late_offers(self, s: int, wanted: Wanted) -> list[Offer]:
-        """Return the eligible offers for step s that no commit has listed.  The chain lists each at most once."""
+        """Return the eligible offers for step s that no commit has listed.  No commit lists one again."""
         if s < 0:
             return []
         since = self.chain.recent_commits(self._step, self._step - s)
@@ -187,7 +187,7 @@ class Committer:
     # ------------------------------------------------------------------ is it time?
 
     def _awaited_slots(self, fresh: dict[str, Offer], wanted: Wanted) -> set[str]:
-        """Read the beats of the slots that are expected to offer and have not.   Return these slots."""
+        """Read the beats of the slots that should offer and have not offered yet.   Return these slots."""
         needed = wanted.slot_names[: wanted.replicas] if len(fresh) < wanted.min_replicas else []
         self.members.read_beats({*self._expected_slots(wanted), *needed} - set(fresh))
         return self._expected_slots(wanted) - set(fresh) - {self.members.slot}

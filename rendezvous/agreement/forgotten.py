@@ -30,6 +30,6 @@ def refuse_forgotten_steps(
         if reached > step and store.get(layout.commit_key(reached - 1)) is None:
             raise RecordsLost(
                 f"{slot} has reached outer step {reached}, and the newest commit under {store.url} is of step "
-                f"{step - 1}: later ones were deleted. The run would decide these steps again, with other results. "
+                f"{step - 1}: later commits were deleted. The run would decide these steps again, with other results. "
                 f"{RESTORE}"
             )

@@ -36,8 +36,8 @@ from rendezvous.store import Readable, Store, put_once
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
 MOST_AT_ONCE = 64  # numbered records in one round of requests
-NOTE = 1000  # most characters of a heartbeat's note
-JITTER = 0.8  # part of a period after which a look is due; below 1 because a sleep may end a little early
+NOTE = 1000  # at most so many characters of a heartbeat's note
+JITTER = 0.8  # look again after this part of a period, not after all of it: a sleep may end a little early
 
 # A control record may contain some of these settings, and overrides them.
 FOLDED = (
@@ -155,7 +155,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
     """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
 
-    A run of weeks has thousands of them, so where requests are slow, each round asks for twice as many as the last.
+    A run of weeks has thousands of objects, so where requests are slow, each round asks for twice as many as the last.
     """
     count, together = 1, together_on(store)
     while True:
@@ -210,14 +210,14 @@ def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None
 def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
     """Raise RecordsLost if a commit has a higher quorum than every control record that is left.
 
-    A commit follows control records that were durable before it, so the record with its quorum existed and is lost.
+    A closer follows every control record that is durable before its commit, so the record with this quorum was lost.
     """
     known = max(wanted.highest_quorum, wanted.min_replicas)
     for commit in commits:
         if commit.m > known:
             raise RecordsLost(
                 f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
-                f"{store.url}/{layout.CONTROLS} none asks for more than {known}: one was overwritten or has vanished. "
+                f"{store.url}/{layout.CONTROLS} no record asks for more: one was overwritten or has vanished. "
                 f"Without it the run has another quorum, so no replica joins or closes a step. {RESTORE}"
             )
 
@@ -240,9 +240,9 @@ def _check_control(record: Control) -> None:
     for name in ("replicas", "steps", "min_replicas"):
         count = getattr(record, name)
         if count is not None and count < 1:
-            raise ValueError(f"{name} = {count} is not possible: the least is 1. To end a run, use stop")
+            raise ValueError(f"{name} = {count} is not possible: the minimum is 1. To end a run, use stop")
         if count is not None and count > layout.MOST_SLOTS and name != "steps":
-            raise ValueError(f"{name} = {count} is not possible: the most is {layout.MOST_SLOTS}")
+            raise ValueError(f"{name} = {count} is not possible: the maximum is {layout.MOST_SLOTS}")
     for name in ("max_usd", "max_hours", "until"):
         if (most := getattr(record, name)) is not None and not 0 <= most < math.inf:
             raise ValueError(f"{name} = {most} is not possible: give a number ≥ 0; 0 means no limit")
@@ -285,7 +285,7 @@ def read_leave(store: Readable, slot: str, generation: int) -> Leave | None:
 def claim(store: Store, clock: Clock, slot: str, *, host: str = "", **process: Any) -> int:
     """Claim a slot's next generation, and return its number.   process: the claim's other fields.
 
-    If two launches claim at the same moment, Fenced is raised in the loser, which ends.  If it claimed the next
+    If two launches claim at the same moment, Fenced is raised in the loser, which ends.  If the loser claimed the next
     generation instead, two launchers would fence each other without end.  Fenced is also raised in a launch that its
     platform restarts after a later launch has claimed the slot.
     """
@@ -469,7 +469,7 @@ class Membership:
 
     def _look_for_commit(self) -> None:
         if self.status.phase in ("wait", "sample") or self.decided >= self.status.step:
-            return  # a replica that waits for the decision reads it itself; an actor needs none
+            return  # a replica that waits for the decision reads the commit itself; an actor needs no commit
         often = may_be_decided(self.awake_s - self._opened, self._pace)
         self._do_every(self.timing.beat if often else max(3 * self.timing.beat, self._pace / 2), self._read_commit)
 
@@ -486,7 +486,7 @@ class Membership:
             self.owed = {s for s in self.owed if s in self.peers and self.peers[s].beat.step < self.status.step}
 
     def read_beats(self, slots: Iterable[str], apart: float | None = None) -> None:
-        """Read the beats of these slots that are due: last read one beat (or `apart` seconds) ago, or maybe dead now.
+        """Read these slots' beats that are due: read one beat (or `apart` seconds) ago, or of a slot that may be dead.
 
         Read at most `LARGE_FLEET` per beat, the longest unread first.  A failed read is repeated at the next call.
         """

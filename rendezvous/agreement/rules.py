@@ -28,7 +28,7 @@ ROUNDS = 3  # the median of so many rounds of a replica is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
 WEIGHTINGS = ("steps", "uniform", "samples")
-UNSUSPICIOUS = 0.01  # times ‖θ‖: the least norm that `norm_factors` takes as typical
+UNSUSPICIOUS = 0.01  # part of ‖θ‖: the least norm that `norm_factors` takes as typical
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Rules:
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
-    shard_from: the least bytes of a body that three or more replicas reduce in shards.
-    shard_elements: the least number of elements in a shard; each shard of a body has a digest.
+    shard_from: bytes of a body from which three or more replicas reduce it in shards.
+    shard_elements: minimal number of elements in a shard; each shard of a body has a digest.
     announce: whether the closer of a step without shards writes the mean to the store, for later readers.
     """
 
@@ -67,7 +67,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Timing:
-    """Periods and limits in seconds.  They may differ between replicas, because no agreed value depends on them."""
+    """Periods and limits in seconds, which may differ between replicas: no agreed value depends on them."""
 
     poll: float = 0.02
     beat: float = 0.2
@@ -125,7 +125,7 @@ def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> 
 
     The writer's own clock, and the number of its beats, each tell how long the writer was active between the two beats.
     The writer was silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The
-    smaller one is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age
+    smaller age is returned, so that one wrong clock never makes a living replica look dead.  `DRIFT` makes the age
     smaller still, so that the errors of two clocks do not add up.  The age is at most `elapsed`, because `new` was not
     there at the earlier look.
     wall: `elapsed` by the observer's wall clock.   beat: seconds between two beats.
@@ -155,7 +155,7 @@ def with_weights(offers: Sequence[Listed], t: int, rules: Rules) -> tuple[Listed
     By `rules.weighting` the weight is:
     steps      h/H
     uniform    1
-    samples    samples / the most samples of an offer in this commit; h/H if an offer does not give its samples
+    samples    samples / the largest number of samples in this commit; h/H for all if an offer does not give its samples
     A late offer's weight is multiplied by γ for each sync of its fragment since then.
     """
     factors = norm_factors(offers, rules.norm_gate)
@@ -225,7 +225,7 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
     """Return the inner steps for a replica that joins during step t: the median of the others' remaining steps.
 
-    If it did a full round, all others would wait for it for most of a step.  At t = 0 it does a full round, as they do.
+    In a full round, it would keep all others waiting for most of a step.  At t = 0, all replicas do a full round.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]
@@ -241,7 +241,7 @@ def slowness(round_s: float, *, pace_s: float, poll: float) -> float:
 
 
 def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
-    """Return the most inner steps of the next pseudogradient, so that it is ready when the fastest replicas offer.
+    """Return how many inner steps the next pseudogradient may have, to be ready when the fastest replicas offer.
 
     slow: `slowness` of this replica's last three offers.   fresh: whether the last offer counted in its own step.
     One slow round of three is ignored, unless the commit came without its offer.  Equal machines differ by less than a
@@ -268,9 +268,9 @@ def is_eligible(offer: Offer, base: str, fence: Mapping[str, int]) -> bool:
 def reduces_sharded(sizes: Sequence[int], codec: str, shard_from: int) -> bool:
     """Whether a reduction in shards moves fewer bytes.
 
-    Bytes per replica, for N bodies of S bytes:  direct: N·S down;  in shards: S/N up and 2(N−1)/N·S down.
-    At N = 2 both are equal, and shards need two more round trips.  The sum of top-k bodies is dense, so their shards
-    would not be smaller.
+    Bytes per replica besides its own offer, for N bodies of S bytes:  direct: (N−1)·S down;  in shards: S/N up and
+    2(N−1)/N·S down.  At N = 2 shards save nothing, and need two more round trips.  The sum of top-k bodies is dense,
+    so their shards would not be smaller.
     """
     return len(sizes) >= 3 and min(sizes) >= shard_from and codec in DENSE
 
@@ -281,7 +281,7 @@ def slots_to_expect(
     """Return the slots that step t should wait for.
 
     t = 0      every wanted slot, even one that is starting or was never seen, unless it is silent
-    t = 1      the slots that commit 0 lists, and those that beat
+    t = 1      the slots that commit 0 lists, and those that beat and have started to train
     t ≥ 2      the slots that commits t−1 and t−2 list
     A slot is not expected if it announced that it leaves, or if its next generation is still starting.  (A beat of the
     listed generation with phase "boot" is only old.)

@@ -8,7 +8,7 @@ A stop needs neither the lost quorum nor the lost budget, and the person who pay
 it.  Running replicas have read the first records at their start; now they only look for the next number.
 
 Not promised: that `read_standing_control` knows all rented machines; a record that named their places may be lost.
-Nor that replicas read the stop if the newest record has vanished: they look for the number after it.
+Not promised either: that replicas read the stop if the newest record has vanished: they look for the next number.
 """
 
 from contextlib import suppress

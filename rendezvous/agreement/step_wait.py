@@ -53,7 +53,7 @@ class StepTimes:
 
 
 class StepWait:
-    """A replica's wait for the decision of one step.  If its process is suspended, four polls at most count.
+    """A replica's wait for the decision of one step.  If its process is suspended, at most four pauses count.
 
     due: seconds until the decision, by `StepTimes.due_in`; 0 if unknown.
     idle: seconds of this wait.   waited: seconds since the replica saw m fresh offers.
@@ -95,7 +95,7 @@ class StepWait:
         self.next_attempt = self.idle + min(max(seconds or self.least_pause_s, self._timing.poll / 8), at_most)
 
     def ripe_for(self, seconds: float) -> bool:
-        """Whether the step could have closed for the last `seconds`.  If not, set `next_attempt` to their end."""
+        """Whether nothing has prevented the close for `seconds`.  Else set `next_attempt` to the end of that time."""
         if self._ripe_since is None:
             self._ripe_since = self.idle
         if self.idle < self._ripe_since + seconds:

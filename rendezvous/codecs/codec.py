@@ -1,4 +1,4 @@
-"""The interfaces of codecs and kernels, and the types of vectors and bodies.   It does not import torch."""
+"""The interfaces of codecs and kernels, and the types of vectors and bodies.   This module does not import torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union

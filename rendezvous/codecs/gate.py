@@ -119,7 +119,7 @@ def _read_block(body: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, int]:
     at = 8 + 4 * count
     end = at + _pad_to_four(where_bytes)
     if count > n or where_bytes > _bitmap_bytes(n) or end > body.size:
-        raise Corrupt(f"this bf16-gate body announces more than fits: {count} changes, {where_bytes} index bytes")
+        raise Corrupt(f"this bf16-gate body is shorter than its {count} changes and {where_bytes} index bytes")
     where = body[at : at + where_bytes]
     is_bitmap = where_bytes == _bitmap_bytes(n)
     index = np.flatnonzero(np.unpackbits(where, bitorder="little")) if is_bitmap else _from_gaps(where)

@@ -35,7 +35,7 @@ from torch import Tensor
 from rendezvous.errors import BadDelta, Corrupt
 
 FLT_MAX = float(np.finfo(np.float32).max)
-SCRATCH = 1 << 19  # the most elements of a thread's reused scratch memory on the CPU
+SCRATCH = 1 << 19  # maximal number of elements in a thread's reused scratch memory on the CPU
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 _TINY = torch.finfo(torch.float32).tiny  # 1/scale must not overflow
 

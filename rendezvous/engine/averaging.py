@@ -121,7 +121,7 @@ class Averager:
         return self._writers_hold(commit)
 
     def _writers_hold(self, commit: Commit) -> bool:
-        """Whether a writer of a listed body lives and may still have it in memory, as until step t + 2 is closed."""
+        """Whether a writer of a listed body lives and may still hold the body in memory: until step t + 2 is closed."""
         self.members.read_beats(o.slot for o in commit.offers)
         peers = [self.members.peers.get(o.slot) for o in commit.offers]
         alive = any(p and p.is_beating(self.timing.dead_after) for p in peers)

@@ -67,7 +67,7 @@ class OwnBlobs:
     emit: Emit
     collects: bool
     newest_snapshot: Callable[[], int]
-    bodies: list[OwnBody] = field(default_factory=list[OwnBody])  # the last one, and the one before if it may be needed
+    bodies: list[OwnBody] = field(default_factory=list[OwnBody])  # the last body, and the one before if needed
     bytes_per_s: float = 0.0  # rate of the last upload
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class OwnBlobs:
         return any(p.beat.phase in rules.STARTING and p.beat.step <= step and not p.is_dead(limit) for p in peers)
 
     def _may_be_collected(self, mine: OwnBody) -> bool:
-        """Whether a collector may have deleted the blob.  If it were put back, no collector would delete it again."""
+        """Whether a collector may have deleted the blob.  If put back now, the blob would never be deleted again."""
         commit = self.chain.known_commit(mine.step)
         if not self.collects or commit is None:
             return False
@@ -179,7 +179,7 @@ class OwnBlobs:
             self.mend(mine)
 
     def mend(self, mine: OwnBody) -> None:
-        """Check our blob in the store.  If it is missing or damaged and our copy is intact, upload it again."""
+        """Check our blob in the store.  If the blob is missing or damaged and our copy is intact, upload our copy."""
         found = page_aligned(mine.body.size)
         trouble = fetch_checked(self.store, self.clock, mine.key, mine.pieces, found)
         intact = why_differs(mine.key, as_bytes(mine.body), mine.pieces, required_digest_kind(self.store)) is None

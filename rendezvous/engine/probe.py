@@ -69,7 +69,7 @@ class Probe:
     list_lag_s: float | None  # None: not listed within LIST_PATIENCE_S
     get_s: float
     create_s: float
-    size: int  # of the blob that was timed
+    size: int  # bytes of the blob that was timed
     put_bytes_s: float
     get_bytes_s: float
     deletes: bool = True

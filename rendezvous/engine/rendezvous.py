@@ -170,7 +170,7 @@ class Rendezvous:
         self.state = state
         self._theta_0 = theta_0
         self.members.status.enter_phase("heal", self.step)
-        refuse_lost_claim(self.store, self.members)  # otherwise it would write a new θ_0 to an emptied store
+        refuse_lost_claim(self.store, self.members)  # never write a new θ_0 to an emptied store
         write_theta_0(self.store, self.clock, state, self.rules.fragments, elsewhere=theta_0 is not None)
         self._heal()
         self.members.refuse_if_fenced()  # claims may be lost, but the chain has the fence

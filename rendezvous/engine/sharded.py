@@ -93,7 +93,7 @@ class ShardedMean:
         return True
 
     def _read_owner_beats(self, commit: Commit, missing: set[int], waited: float) -> None:
-        """Read the beats of owners that take longer than this replica did: every two beats, or if one may be dead."""
+        """Read the beats of owners, at most every two beats, if they take longer than this replica did."""
         owners = {commit.owners[j] for j in missing} - {self.members.slot}
         if waited > min(self._needed + 4 * self.timing.poll, self._owner_patience(commit) / 2):
             self.members.read_beats(owners, apart=2 * self.timing.beat)

@@ -5,7 +5,7 @@
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
-Not promised: that this replica knows the newest snapshot.  The writer knows it at once, other replicas by a commit.
+Not promised: that this replica knows the newest snapshot.  Its writer knows it at once; others learn it by a commit.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class SnapshotDuty:
     def confirm(self, commit: Commit, *, closed: bool) -> None:
         """Make the snapshot of θ_t visible if commit t started from the same state; else abandon it.
 
-        closed: this replica wrote the commit.  Then it also deletes old blobs, if the run collects them.
+        closed: this replica wrote the commit.  The writer also deletes old blobs, if the run collects them.
         """
         self.writer.confirm_base(commit.t, commit.base)
         if closed and self.keep is not None:
@@ -117,7 +117,7 @@ class SnapshotDuty:
         submit_reported(self.background, job, self.emit)
 
     def _hear_of_snapshot(self, step: int) -> bool:
-        """Whether the snapshot of this step exists.  (Only its writer knows without a request.)"""
+        """Whether the snapshot of this step exists.  (Its writer knows without a request.)"""
         found = snapshots.read(self.store, step) is not None
         if found:
             self.note_snapshot(step)

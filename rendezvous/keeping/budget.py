@@ -32,9 +32,9 @@ of the step before writes the snapshot.  Only the writer knows that it has begun
 have passed.  If two replicas plan different steps (one has just joined), both snapshots are written.  Each has its own
 step and manifest, so this costs only bytes.
 
-Not promised: the budget, if the upload of a snapshot takes longer than a round of training.  Exact bytes: the budget
-counts only bodies that a commit lists.  A body without an offer (its replica was killed), or with an expired offer, is
-deleted with its step.  If steps are faster than deletions, deletions come later.
+Not promised: the budget, if the upload of a snapshot takes longer than a round of training.  Not promised: exact bytes;
+the budget counts only bodies that a commit lists.  A body without an offer (its replica was killed), or with an expired
+offer, is deleted with its step.  If steps are faster than deletions, deletions come later.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -10,8 +10,8 @@
 A commit may list a late delta until F·max_carry steps after the delta's step.  So a delta that no commit lists is
 deleted only below d, with the rest of its step.  The readers of a delta that commit t
 lists are the replicas that have not taken step t.  A replica that takes part reads the other bodies, and has its own in
-memory.  Every other replica reads the announced mean; so does one that finds a body deleted.  Before s, a delta is
-needed only if the mean and snapshot s are both damaged.  From s on, it is kept to repair the mean.
+memory.  Every other replica reads the announced mean; so does a replica that finds a body deleted.  Before s, a delta
+is needed only if the mean and snapshot s are both damaged.  From s on, the delta is kept to repair the mean.
 
 The budget (keeping/budget.py) decides which deletable blobs are deleted; a budget of 0 keeps none of them.
 
@@ -45,8 +45,8 @@ from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
 T = TypeVar("T")
-_TOLD = 64  # the most older snapshots that a log event names
-_LAST_SWEEP = 1024  # the most steps that the last sweep of a run reads or collects; each needs one or two requests
+_TOLD = 64  # a log event names at most so many older snapshots
+_LAST_SWEEP = 1024  # the last sweep of a run reads or collects at most so many steps, with 1–2 requests each
 _BACK = 16  # earlier commits that are read at a time, each by a request
 
 
@@ -144,7 +144,7 @@ class Collector:
     def __post_init__(self) -> None:
         self._window = Window(0, 0, 0, 0, 1)
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
-        self._steps: list[int] = []  # steps of the manifests among them
+        self._steps: list[int] = []  # steps of the manifests among these keys
         self._blobs: dict[int, str] = {}  # step -> blob that its manifest names, for manifests that were read
         self._heard = 0  # the newest snapshot of any call of `sweep`
         self._news: deque[tuple[int, Sizes]] = deque()  # (step, sizes) of new commits, from another thread

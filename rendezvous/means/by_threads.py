@@ -63,13 +63,13 @@ class ThreadedReducer(Reducer):
             self._threads.in_runs(average, shards, size)
             if not self._flaws:
                 return None
-            self._idle.clear()  # a reducer reports a bad body only once, so the next pass needs new ones
+            self._idle.clear()  # a reducer reports a bad body only once, so the next pass needs new reducers
         return super().mean_of_shards(commit, shards, out, mine, packed)
 
     def _average(
         self, commit: Commit, run: list[Shard], out: np.ndarray, mine: OwnBody | None, packed: np.ndarray | None
     ) -> None:
-        """Write the mean of these shards, in a thread.   If it is not sure to be right, note a flaw."""
+        """Write the mean of these shards, in a thread.   If the mean may be wrong, note a flaw."""
         if self._flaws:
             return
         try:

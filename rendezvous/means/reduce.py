@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 class Reducer:
     """Means of commits; if a blob is bad, it uses another source.
 
-    together: runs the requests for several bodies; `in_turn` reads them one after the other into the same memory.
+    together: runs the requests for several bodies; `in_turn` reads the bodies one after the other.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def new_nonce() -> str:
 class Record:
     """One record of a run.
 
-    most: the most bytes of a body (layout.MOST_BYTES); a longer one is not parsed.
+    most: limit of a body's bytes (layout.MOST_BYTES); a longer body is not parsed.
     later: fields of later releases; they are left out while they are unused, so that old bytes stay equal.
     """
 
@@ -192,7 +192,7 @@ class Offer(Record):
 class Listed:
     """One offer as a commit lists it, with all fields that a reader needs to fetch it and to check its weight.
 
-    factor: the factor in the weight by which the norm gate reduced it; 1 if it did not.
+    factor: the number by which the norm gate multiplied the weight; 1 if the norm was not too long.
     """
 
     step: Step

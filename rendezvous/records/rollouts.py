@@ -94,10 +94,10 @@ class RolloutVerdict(Record):
 
 @dataclass(frozen=True)
 class LateReward(Record):
-    """A reward that came after its rollout, beside the bundle.   of: the bundle's nonce.   rollout: its number in it.
+    """A reward that came after its rollout, beside the bundle.   of: bundle's nonce.   rollout: index in the bundle.
 
     name: of the judge; the first reward of a name counts.   recorded: the reward in the bundle, which was trained on;
-    None: it had none.   at: when it came.
+    None if there was none.   at: when the late reward came.
     """
 
     kind = "reward"

@@ -27,7 +27,7 @@ Check = Callable[[Any], Any]  # returns the value of the field; raises ValueErro
 
 DEPTH = 16  # the deepest nesting of free-form values.  Configs have 4 levels; Python's json fails at some hundreds
 WIDEST = 1 << 63  # the limit of integers in a field without a range: other languages can hold them
-LONGEST = 1 << 16  # the most characters of a text in a field without a length: a setting may be a long prompt
+LONGEST = 1 << 16  # maximal number of characters in a text field without a length: a setting may be a long prompt
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Where:
 def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
     """Return the JSON value in `body`.   Raise ValueError if it has more than `most` bytes or is not such JSON."""
     if len(body) > most:
-        raise ValueError(f"it has {len(body)} bytes, at most {most} make sense")
+        raise ValueError(f"it has {len(body)} bytes; at most {most} are allowed")
     try:
         return json.loads(str(body, "utf-8"), object_pairs_hook=_unique_fields, parse_constant=_refuse_constant)
     except RecursionError:
@@ -140,7 +140,7 @@ def _text_check(longest: int) -> Check:
         if type(value) is not str:
             raise ValueError(f"{brief_repr(value)}, not a text")
         if len(value) > longest:
-            raise ValueError(f"{len(value)} characters long, and at most {longest} make sense")
+            raise ValueError(f"{len(value)} characters long; at most {longest} are allowed")
         if not value.isascii() and not _is_encodable(value):
             raise ValueError(f"{brief_repr(value)}, which has half of a surrogate pair")
         return value

@@ -5,10 +5,10 @@
     base      xxh3-128 of the fragments' digests, one after another           in every offer, commit and snapshot
 
 An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
-offered, before it is stepped, and after.  The first two are compared with the stored digest, the third one is stored.
-Each other fragment is compared in the sync that changes it.  All fragments are compared before a
-use of the whole state: a snapshot, a replica's first inner step, the end of a run.  In H inner steps this digests 3
-times the size of the state, for every F.
+offered, before it is stepped, and after.  The first two digests are compared with the stored one, and the third is
+stored.  Each other fragment is compared in the sync that changes it.  All fragments are compared before a
+use of the whole state: a snapshot, a replica's first inner step, the end of a run.  So H inner steps digest 3 times the
+size of the state, whatever the number of fragments is.
 
 Digests are hexadecimal text; a digest of digests takes their ASCII bytes.  Not promised: detection of forgeries.
 """
@@ -78,7 +78,7 @@ class Digests:
     def __init__(self, state: ReplicatedState, fragments: int, name: str = "") -> None:
         self._state = state
         self._name = name
-        self.map: Map = lambda digest, arrays, size: map(digest, arrays)  # a caller with threads sets theirs
+        self.map: Map = lambda digest, arrays, size: map(digest, arrays)  # a caller with threads replaces it
         self._right = [self._digest_now(f) for f in range(fragments)]
 
     @property

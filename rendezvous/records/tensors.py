@@ -23,7 +23,7 @@ PIECE = 1 << 20  # bytes: copied, digested and written while it is in the cache
 _NAMES = {"<f8": "F64", "<f4": "F32", "<i8": "I64", "<i4": "I32", "|u1": "U8"}
 _TYPES = {name: np.dtype(kind) for kind, name in _NAMES.items()}
 _HEAD = 1 << 16  # bytes of the first read; a longer header needs a second request
-_HEADER_LIMIT = 4 << 20  # the most bytes of a header, enough for 30,000 arrays; it is parsed before the digest is known
+_HEADER_LIMIT = 4 << 20  # limit of a header's bytes, enough for 30,000 arrays; it is parsed before the digest is known
 
 
 class TensorFile:

@@ -110,7 +110,7 @@ class Encoder:
 
     def __init__(self, name: str, *, feedback: bool = True, digests: str = XXH3) -> None:
         self.name = name
-        self.in_runs: InRuns = lambda encode, ranges, size: encode(ranges)  # means/by_threads.py sets another
+        self.in_runs: InRuns = lambda encode, ranges, size: encode(ranges)  # means/by_threads.py replaces it
         self._feedback = feedback
         self._digests = digests
         self._body, self._free = page_aligned(0), page_aligned(0)  # memory of the last body; free memory for another

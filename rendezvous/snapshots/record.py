@@ -12,7 +12,7 @@ time.  If the replicas get the start model from elsewhere, snapshot 0 is only a 
 The file has the fragments in the order of their turns from step t on: the fragment that is stepped first is read first
 (rendezvous/snapshots/writer.py).
 
-Not promised: that the newest snapshot is intact.  `load` checks the digest; callers then use an older one.
+Not promised: that the newest snapshot is intact.  If its digest is wrong, callers of `load` use an older snapshot.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -136,7 +136,7 @@ def why_misfit(arrays: Arrays, like: Arrays) -> str:
 
 
 def mend_blob(store: Store, snapshot: Snapshot, arrays: Arrays) -> bool:
-    """Upload a damaged snapshot again if these arrays have its digest.   Return whether they have."""
+    """Upload a damaged snapshot again if these arrays have its digest.   Return whether they match."""
     if not snapshot.blob:
         return False
     body = TensorFile(arrays)

@@ -60,7 +60,7 @@ class StateReplay:
     mends: bool = True
     step: int = 0
     damaged: dict[int, Snapshot] = field(default_factory=dict[int, Snapshot])  # newer than the loaded one
-    digests: Digests = field(init=False)  # of the state at `step`; set by `load_snapshot`
+    digests: Digests = field(init=False)  # digests of the state at `step`; set by `load_snapshot`
 
     def load_snapshot(self, hint: int = 0, upto: int | None = None) -> bool:
         """Load the newest readable snapshot up to step `upto`, and set `step` and `digests`.

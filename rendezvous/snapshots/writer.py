@@ -60,7 +60,7 @@ class LiveFile(TensorFile):
         self.base = ""
 
     def __iter__(self) -> Iterator[Buffer]:
-        """Yield the file piece by piece.   Raise Abandoned after `stop`, or if its beginning was already stepped."""
+        """Yield the file piece by piece.   Raise Abandoned after `stop`, or if a step changed bytes that were read."""
         with self._lock:
             if any(self._from.values()):
                 raise Abandoned("θ was stepped while this snapshot was written; its writer begins another one")

@@ -51,7 +51,7 @@ class AdapterStore:
 
     def _write_stream(self, key: str, body: Stream) -> None:
         path = self._path_of(key)
-        with suppress(FileExistsError):  # file systems with real folders need this one
+        with suppress(FileExistsError):  # file systems with real folders need this folder
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         file = self._fs.open(path, "wb", autocommit=False)  # the old object stays until `commit`
         try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rendezvous.stores.cache import Cache
 
 AT_ONCE = 96  # requests at a time; at 50 ms each, 1,900 per second.  More hardly help one client
-Answer = bytes | list[str] | Exception | None  # to a GET, or to a LIST
+Answer = bytes | list[str] | Exception | None  # the answer to a GET, or to a LIST
 
 
 class Ahead:

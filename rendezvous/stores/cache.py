@@ -12,7 +12,7 @@
 
 This one read checks all cached commits, as each has the digest of the one before.  A damaged file is deleted, and its
 records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a
-control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the new one.
+control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the repaired record.
 
 Not promised: secrecy from readers of the user's files.  Records of a sealed run are plain text in the bucket, too.
 """
@@ -30,7 +30,7 @@ from rendezvous import layout
 from rendezvous.store import Readable
 
 MOST_FILES = 8  # of one kind
-RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # the most bytes of one run; of all runs
+RUN_BYTES, ALL_BYTES = 256 << 20, 1 << 30  # limits in bytes: of one run; of all runs
 _HEAD = struct.Struct("<HI")
 _DIGEST = 32
 
@@ -47,7 +47,7 @@ def cache_of(store: Readable, nonce: str) -> "Cache | None":
 def latest_cache(url: str) -> "Cache | None":
     """Return the cache of the run that was last read at this URL; None if there is none.
 
-    The URL may have another run by now, so use it only to guess.
+    The URL may have another run by now, so use the cache only to guess.
     """
     with suppress(OSError, RuntimeError):  # a user without a home has no cache
         runs = [(path.stat().st_mtime, path) for path in cache_root().glob(f"{_short_hash(url)}-*")]

@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 SINGLE = 64 << 20
 PART = 32 << 20
 PARTS_AT_ONCE = 8
-STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # of a Stream: a part's bytes, parts at a time; most parts
+STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes per part, parts at once, limit of parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
-BULK = 256  # most keys per delete request: Azure's limit; a missing key makes its whole request fail
+BULK = 256  # at most so many keys per delete request: Azure's limit; a missing key makes its whole request fail
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
 
@@ -125,7 +125,7 @@ class CloudStore:
         self.url = self.address.url
         self._silence_s = silence_s
         self._uplink = Uplink(request_s)
-        self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request; a missing key stops the others
+        self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request
         self._current_clients()  # raises an error for a wrong endpoint or option
 
     @property
@@ -140,7 +140,7 @@ class CloudStore:
             try:
                 self._upload(key, body)
             except StoreUnclear:
-                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat it
+                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat the write
                 if not timed_out or body_bytes(body) <= LEAST or not self._uplink.slow_down():
                     raise
             else:
@@ -255,7 +255,7 @@ class CloudStore:
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
-    """Return the object.  If it is too long, return only its first bytes and close the connection."""
+    """Return the object.  If the object is too long, return only its first bytes and close the connection."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
     if found.meta["size"] <= most:

@@ -43,7 +43,7 @@ from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, pla
 if TYPE_CHECKING:
     from rendezvous.stores.spares import Spares
 
-LEAST = 1 << 20  # bytes from which on a spare file (spares.py) is faster than a new one
+LEAST = 1 << 20  # with so many bytes or more, a spare file (spares.py) is faster than a new file
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -55,7 +55,7 @@ _CHUNK = 8 << 20
 _CACHED = 1 << 18
 _PAGE = 4096
 os.umask(_UMASK := os.umask(0))  # the umask can only be read by writing it
-_MODE = 0o666 & ~_UMASK  # as any program's files: another user of a shared folder may read them
+_MODE = 0o666 & ~_UMASK  # the usual mode of a new file: another user of a shared folder may read it
 
 
 class FileStore:
@@ -253,7 +253,7 @@ def _open_regular(name: str, folder: int) -> int:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise StoreRefused(f"{name} in the run's folder is no regular file. Remove it; if the run had one, restore it")
+        raise StoreRefused(f"{name} in the run's folder is no regular file. Remove it, or restore the run's own file")
     return fd
 
 
@@ -321,7 +321,7 @@ def _read_exactly(fd: int, out: memoryview, start: int) -> bool:
 def _overlaps_page(out: memoryview, start: int) -> bool:
     """Whether the place of `out` on its memory page is a few bytes after the place of `start` on its page.
 
-    CPUs then take every load for a reload of the write before it.  A direct read is 4 times slower than a read through
-    another buffer.
+    CPUs then take each load for a read of bytes that were just written, and a direct read is 4 times slower than a read
+    through another buffer.
     """
     return 0 < (ctypes.addressof(ctypes.c_char.from_buffer(out)) - start) % _PAGE < 32

@@ -49,7 +49,7 @@ def open_signed(url: str) -> Store:
 
 
 def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
-    """Return `store`, sealed if it has a run with this run key.  If it has no run, a key begins a sealed one.
+    """Return `store`, sealed if it has a run with this run key, or has no run and a key is given.
 
     Raise WrongRun if the run there has another key or none, or if its key is missing here.
     ask: the store that this function sends its requests to: the same bucket, perhaps with retries.

@@ -26,13 +26,13 @@ class Uplink:
     def parts(self, size: int, part: int, at_once: int, most_parts: int) -> tuple[int, int]:
         """Return (bytes of a part, parts at a time) for an upload of `size` bytes.
 
-        The two are at most `part` and `at_once`, but a part is larger if there would be more than `most_parts`.
+        Both numbers are at most `part` and `at_once`, but a part is larger if there would be more than `most_parts`.
         """
         each = min(part, max(LEAST, self.in_flight // at_once))
         return max(each, -(-size // most_parts)), max(1, min(at_once, self.in_flight // each))
 
     def note_upload(self, size: int, seconds: float, most: int) -> None:
-        """Note a successful upload.   most: the most bytes that may be in flight."""
+        """Note a successful upload.   most: so many bytes may be in flight."""
         if size >= LEAST:
             self.in_flight = int(min(most, max(LEAST, size / max(seconds, 1e-6) * self.request_s / 2)))
 

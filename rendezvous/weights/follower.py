@@ -35,7 +35,7 @@ from rendezvous.weights.writer import ANCHOR_EVERY, read_weights
 if TYPE_CHECKING:
     import torch
 
-MOST_PER_BYTE = 4096  # the most values per byte of an anchor: deflate packs about 1000 equal bytes into one
+MOST_PER_BYTE = 4096  # limit of values per byte of an anchor: deflate packs about 1000 equal bytes into one
 LATE_S = 300.0  # seconds after the last commit in which its weights may still come
 PATIENCE_S = 60.0  # seconds that the follower waits for an answer of the store
 
@@ -113,7 +113,7 @@ class WeightsFollower:
         return None
 
     def weights_of(self, t: int) -> FollowedWeights | None:
-        """Return the weights of outer step t; None if the bucket has none, or none that are right."""
+        """Return the weights of outer step t; None if the bucket has none, or only wrong ones."""
         weights = self._read(t)
         return None if weights is None or not self._is_right(weights) else self._reach(weights)
 
@@ -139,7 +139,7 @@ class WeightsFollower:
                 self._has = None
 
     def _is_right(self, weights: Weights) -> bool:
-        """Whether the commit after the weights names the same θ; True while there is none."""
+        """Whether the commit after the weights names the same θ; True while there is no such commit."""
         commit = decode_or_none(Commit, self._store.get(layout.commit_key(weights.t)))  # replicas report a bad commit
         right = commit is None or commit.base == weights.base
         if not right:

@@ -29,7 +29,7 @@ CHUNK = 1 << 22  # values
 MAGIC = b"bf16"
 _HEAD = struct.Struct("<4sQIIIII")  # magic, index of the first value, values, changed values, bytes of gaps, high, low
 _FAR = 255
-_OVER = np.uint32(0x7F7F8000)  # fp32 bits of the least magnitude that is infinite in bf16; NaN's bits are above
+_OVER = np.uint32(0x7F7F8000)  # fp32 bits of the smallest magnitude that is infinite in bf16; NaN's bits are above
 Bits = np.ndarray  # uint16: the bits of bf16 values
 
 

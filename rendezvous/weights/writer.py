@@ -41,7 +41,7 @@ from rendezvous.weights.patch import (
 )
 
 ANCHOR_EVERY = 30
-PART = 64 << 20  # about the most bytes of a blob
+PART = 64 << 20  # a blob has at most about so many bytes
 
 
 class NotFinite(RendezvousError):
@@ -77,7 +77,7 @@ class WeightsWriter:
     """One replica's writer.   layout: [name, shape, dtype] of θ in flat order; set before the first step.
 
     reading: runs the jobs that read θ.   uploads: runs the jobs that write blobs.
-    The two are separate, so that a slow store does not delay an outer step.
+    These two are separate, so that a slow store does not delay an outer step.
     """
 
     def __init__(self, store: Store, clock: Clock, *, reading: Background, uploads: Background, emit: Emit) -> None:

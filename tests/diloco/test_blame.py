@@ -183,9 +183,9 @@ def test_the_planted_replica_is_named(tmp_path: Path) -> None:
     found = blamed(run, SINCE, SINCE + 5)
     assert found.harm is not None and found.harm.name == "r01" == found.ranked[0].name
     assert {one.left_out for one in found.without} == {5}
-    assert "r01 did most harm: without this offer, the number would be" in "\n".join(blame_lines(found))
+    assert "r01 did most harm: without it, the number would be" in "\n".join(blame_lines(found))
     assert blamed(run, 0, SINCE).harm is None  # no replica did harm before
-    assert "none is to blame" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
+    assert "nothing is to blame" in "\n".join(blame_lines(blamed(run, 0, SINCE)))
     unmeasured = blame_lines(blamed(run, SINCE, SINCE + 2, metric=False))
     assert "r01 pulled against the others" in unmeasured and "without r01" in unmeasured[0]
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before

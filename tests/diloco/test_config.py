@@ -178,7 +178,7 @@ def test_how_the_outer_step_is_made_reaches_the_rules() -> None:
 
 def test_one_replica_alone_is_warned_of() -> None:
     assert solo_warning(Wanted(replicas=3, min_replicas=2)) == ""
-    assert "3 are wanted, any of them will do" in solo_warning(Wanted(replicas=3, min_replicas=1))
+    assert "3 are wanted, and any one is enough" in solo_warning(Wanted(replicas=3, min_replicas=1))
     assert "the only one" in solo_warning(Wanted(replicas=1, min_replicas=1))
 
 

@@ -434,7 +434,7 @@ def test_an_actors_bundle_that_is_gone_is_no_fault_of_the_replica(trace: str) ->
         run.store.put(layout.claim_key("a00", 1), b"{}")
     recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
     assert recorded.find(HERE, FITS) is None and not to.off
-    gone = f"{bundle_key} is gone or cannot be used, and may be an actor's rollouts"
+    gone = f"{bundle_key} is gone or cannot be used; its rollouts may be from an actor"
     assert recorded.lost == ("" if trace == "none" else gone)
 
 

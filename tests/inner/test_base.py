@@ -74,7 +74,7 @@ def test_config_is_plain_data() -> None:
         ({"replay": {"pairs": "p.jsonl"}}, "would teach nothing"),
         ({"sdpo": {"weight": 0.1, "weight_end": 0.0}}, "Set inner.schedule.weight_steps"),
         ({"sdpo": {"weight": 0.1, "wrapper": "taid"}}, "Set inner.schedule.weight_steps"),
-        ({"schedule": {"weight_steps": 5}}, "moves nothing"),
+        ({"schedule": {"weight_steps": 5}}, "changes nothing"),
         ({"sdpo": {"taid_t_start": 0.9, "taid_t_end": 0.5}}, "start <= end"),
         ({"sdpo": {"ema_rate": 2.0}}, "greater than 0 and at most 1"),
         ({"replay": {"label_smoothing": 0.5}}, "below 0.5"),

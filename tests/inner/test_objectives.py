@@ -295,7 +295,7 @@ def test_dr_grpo_is_the_default_and_overrides_apply() -> None:
         ("bnpo", {"scale_rewards": "group"}, "means scale_rewards = 'batch'"),
         ("dapo", {"scale_rewards": "batch"}, "objective = 'lite_ppo'"),
         ("cispo", {"scale_rewards": "std"}, "One of: batch, group, none"),
-        ("dapo", {"epsilon_high": 0.2}, "clips higher than it clips low"),
+        ("dapo", {"epsilon_high": 0.2}, "needs a larger range upwards than downwards"),
         ("cispo", {"epsilon_high": 0.2}, "Set epsilon_high = 5.0"),
         ("cispo", {"epsilon": 0.1}, "does not read epsilon"),
         ("sapo", {"delta": 2.0}, "does not read delta"),

@@ -48,7 +48,7 @@ def test_a_record_that_is_too_long_is_not_read_to_its_end(store: Store) -> None:
     store.put(KEY, bytes(LONG))
     body = store.get(KEY)
     assert body is not None and len(body) == layout.most_bytes(KEY) + 1
-    with pytest.raises(WireError, match="at most 262144 make sense"):
+    with pytest.raises(WireError, match="at most 262144 are allowed"):
         Control.decode(body)
     assert store.get(layout.control_key(0)) == first
     assert read_control(store).replicas == 3  # passed over, like all that is not a record

@@ -79,7 +79,7 @@ class BareRounds:
     # ---------------------------------------------------------------- rounds
 
     def add_tensor(self, tensor: Tensor) -> Callable[[], None]:
-        """Add a tensor to this round. Return the action of its Work.  After an error, no tensor is added."""
+        """Add a tensor to this round. Return the function that its Work calls.  After an error, no tensor is added."""
         if self.error is None:
             self._tensors.append(tensor)
         return self.reduce_round

@@ -10,7 +10,7 @@
 
 A replica that was healed in the quorum has weight 0 in that step, because its inner steps began at another θ.
 Start the Lighthouse with a join time-out longer than an outer step, because a replica that misses a quorum heals only
-in the next one.
+in the next quorum.
 With a `session` in a bucket, the run keeps run.json, model, logs and snapshots there, but no commits.
 
 Not promised: that late work counts; that a leaving replica's work counts (it leaves at once, and its inner steps
@@ -197,7 +197,7 @@ class LighthouseRounds:
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
     def note_vote(self, committed: bool) -> None:
-        """Note whether the outer step is taken.  If not, the replica repeats the sync after the next inner step."""
+        """Note whether the outer step is taken.  Without it, the replica syncs again after the next inner step."""
         self._committed = committed
         self.behind = not committed
         if self.behind:
@@ -207,7 +207,7 @@ class LighthouseRounds:
     # ---------------------------------------------------------------- what the outer loop asks
 
     def offer(self, delta: np.ndarray, h: int) -> None:
-        raise AssertionError("no replica is late here: one that missed the quorum is healed in the next")
+        raise AssertionError("no replica is late here: after a missed quorum, the next quorum heals it")
 
     def finish_round(self) -> int | None:
         """End the round after torchft's hook. Return the fragment whose outer step was just taken, or None."""

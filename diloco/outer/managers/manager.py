@@ -15,8 +15,8 @@ You can use it in two ways:
                           blob for all allreduces of a round, and healing through the registered functions
 
 Under `make_diloco`, `should_commit` is never False, because a durable step cannot fail.  A bare manager returns False
-after a reported error, and returns the same step's mean again in the next round. Both raise a
-RendezvousError (Fenced, Diverged, BadDelta, …), which ends the replica.  Not promised: several ranks per replica.
+after a reported error, and returns the same step's mean again in the next round. Both managers raise a RendezvousError
+(Fenced, Diverged, BadDelta, …), which ends the replica.  Not promised: several ranks per replica.
 """
 
 import logging
@@ -117,7 +117,7 @@ class StoreManager:
         return self.rounds.current_step()
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        """Register a state of a bare manager. Under `make_diloco`, torchft registers one too; it has no effect."""
+        """Register a state of a bare manager. Under `make_diloco`, torchft registers its own state, without effect."""
         if "_bare" in vars(self) or any(key == known for known, _, _ in self._registered):
             self._bare.register_state(key, load, save)
         else:

@@ -7,7 +7,7 @@
     once per sync         allreduce, wait, finish_round, catch_up ─▶ a Word each
 
 So the ranks take each branch of the outer loop together, and no hook asks which rank it is.  If rank 0 raises, the
-others raise at the same call. They raise Leaving for Leaving, which ends their loops, and Followed for any other error.
+others raise at the same call: Leaving if rank 0 raised Leaving, which ends their loops; Followed for any other error.
 
 The numbers of all ranks are in rank 0's log: their means, and the sum of "samples".
 
@@ -65,7 +65,7 @@ class Word(NamedTuple):
 class Led(StandIn):
     """torchft's names and the OuterRounds of a replica of several ranks.
 
-    make: called on rank 0; the other ranks need none.   Raises an error of `make` on rank 0, Followed on the others."""
+    make: makes rank 0's manager; None on other ranks.   Raises an error of `make` on rank 0, Followed on the others."""
 
     def __init__(self, group: Group, make: "Callable[[], StoreManager] | None" = None) -> None:
         self.group = group

@@ -41,10 +41,10 @@ from diloco.runlog.worth import worth, worth_words
 from diloco.views.overview import Overview, SessionRow, overview, step_values
 from rendezvous.layout import is_actor
 
-FORMAT = 1  # of head and chunks; a page shows only data of its own format
+FORMAT = 1  # format of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
 NEWEST_EVENTS = 300
-LONGEST = 2000  # most characters of one text of the config, or of an event
+LONGEST = 2000  # at most so many characters of one text of the config, or of an event
 MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 
@@ -254,7 +254,7 @@ def _shortened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """Chunks as bytes.   bodies: chunk's number -> body.   versions: of every chunk, None for an unread one.
+    """Chunks as bytes.   bodies: chunk's number -> body.   versions: of every chunk; None if it was not read.
 
     counted: slot -> how often its work was fresh, gated, late, lost."""
 
@@ -370,7 +370,7 @@ def _first_that_waits(report: Report) -> int:
 
 
 def _trained_in(session: SessionSummary, times: Sequence[float]) -> list[int]:
-    """Return the steps in which a session trained.   times: of the run's beginning, and of each commit."""
+    """Return the steps in which a session trained.   times: the run's beginning, and each commit's time."""
     joined = session.joined if session.joined is not None else next((at for _, at in session.commits), None)
     if joined is None:
         return []

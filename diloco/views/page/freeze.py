@@ -37,7 +37,7 @@ SCRIPTS = (
     "vendor/uPlot.iife.min.js", "words.js", "source.js", "steps.js", "curves.js", "lanes.js", "tables.js", "page.js",
 )  # fmt: skip
 FILE = "report.html"
-_BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # of uPlot; the page has its whole licence
+_BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # uPlot's short banner; the page has the whole licence
 
 
 def write_frozen(data: Mapping[str, Any], folder: Path) -> Path:

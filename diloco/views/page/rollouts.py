@@ -27,10 +27,10 @@ from rendezvous import layout
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-SESSIONS = 2  # sessions whose rollouts are read, of the first ones and of the newest ones
+SESSIONS = 2  # sessions whose rollouts are read: so many of the first, and of the newest
 MOST = 3  # rollouts of one session
-LONGEST = 6000  # most characters of one turn
-REACH = 6  # of the galloping at the first look; later only the next number is requested
+LONGEST = 6000  # at most so many characters of one turn
+REACH = 6  # reach of the gallop at the first look; later only the next number is requested
 
 
 class RolloutEnds:

@@ -33,7 +33,7 @@ class TrackerState:
     written: int = 0
     trouble: str = ""
     failures: int = 0
-    again_at: float = 0.0  # by the clock's now()
+    again_at: float = 0.0  # a time of the clock's now()
 
 
 @dataclass

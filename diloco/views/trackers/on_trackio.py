@@ -11,7 +11,7 @@ trackio's internal functions, as they are in the version that our extra requires
 
     trackio show --project {project}
 
-Not promised: commit times on a server, which uses the time when a row arrives.
+Not promised: the times of commits on a server: it stores the time when a row arrives.
 """
 
 import json
@@ -30,7 +30,7 @@ class TrackioTracker:
 
     def __init__(self) -> None:
         self._run = TrackedRun("", "")
-        self._client: Any = None  # of a server; None: this machine's database
+        self._client: Any = None  # client of a server; None: this machine's database
         self._newest = -1
 
     def open(self, run: TrackedRun) -> int:

@@ -36,7 +36,7 @@ def add_verbs(verbs: Any) -> None:
     text = "let one replica end its inner step, offer its work and leave (`scale` and `resume` undo it)"
     drain = add_run_verb(verbs, "drain", text, opened(_drain))
     offer(value(drain, "slot", "SLOT", "r00, r01, … as `diloco status` names them"), SLOTS)
-    stop = add_run_verb(verbs, "stop", "end every replica of a run, and check that it ended", _stop)
+    stop = add_run_verb(verbs, "stop", "end all replicas of a run, and check that they ended", _stop)
     stop._actions[-1].nargs = "?"
     offer(value(stop, "--executor", "NAME", "with --all, instead of RUN: all processes there"), *EXECUTORS)
     flag(stop, "--all", help="end processes of all runs, and processes of no known run; asks first")

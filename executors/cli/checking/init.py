@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class StarterTask:
-    """A task.   rows: (question, answer); the last `held_out` rows are held out.   length: most tokens of an answer."""
+    """A task.   rows: (question, answer); the last `held_out` are held out.   length: token limit of an answer."""
 
     rows: list[tuple[str, str]]
     held_out: int

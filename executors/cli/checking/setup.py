@@ -1,7 +1,7 @@
 """`diloco setup modal` and `diloco setup hf`: check an account, and print the command that starts a run.
 
     login ──▶ store ──▶ secret, or keys ──▶ the command to type
-      └─ each step: "ok"; or setup makes the missing thing, if you agree; or an advice, after which you run setup again
+      └─ each step: "ok"; or setup makes the missing thing, if you agree; or advice, after which you run setup again
 
 The first step that is not ok ends the setup, because the later steps need it.
 

@@ -42,7 +42,7 @@ from rendezvous.store import Readable, Store
 
 START = "import sys; from executors.supervision.supervisor import main; sys.exit(main())"
 TAIL = 12
-LOOK_S, SAY_S = 0.5, 30.0  # between two looks at a new supervisor, and two messages about the wait
+LOOK_S, SAY_S = 0.5, 30.0  # seconds between two looks at a new supervisor; between two messages about the wait
 SILENT_MOST_S = 600.0  # an earlier supervisor that stays silent for this time is cancelled, and a new one starts
 NOT_HEARD = (
     "it runs, but has sent no heartbeat for {:.0f} s; `diloco status {}` shows whether one comes, `diloco logs {} "
@@ -168,7 +168,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: Beat | None, say: Callable[[str], None]
 ) -> Outcome | None:
-    """Wait until the supervisor supervises, and return None.  If it ends or stays silent, return the outcome."""
+    """Wait until the supervisor supervises, and return None; its outcome if it ends first, or stays silent."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if _has_looked_since(run.store, before):

@@ -76,7 +76,7 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
 def end_of(run: Run, outcome: Outcome) -> Outcome:
     """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere.
 
-    A failure is not told any more once a session that began after it has ended well."""
+    A failure no longer counts once a later session has ended well."""
     newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}
     repeated = max((x.claimed for x in newest.values() if x.how == "done"), default=0.0)
     failed = [x for x in newest.values() if x.how == LOST_LATER["done"] and (x.ended or repeated) >= repeated]

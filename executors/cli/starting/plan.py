@@ -38,7 +38,7 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
     replicas = asked.fleet.replicas or config.fleet.replicas
     steps = asked.fleet.steps or config.fleet.steps
-    devices = min(place.devices for place in places if not place.actors)  # the most bytes per device
+    devices = min(place.devices for place in places if not place.actors)  # fewest devices: most bytes per device
     sizes = outlook.size_lines(config, checked.model, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
     there = existing_run(config, asked.url, steps) if spent is None else []

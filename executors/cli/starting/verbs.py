@@ -82,7 +82,7 @@ def _add_requests(parser: ArgumentParser) -> None:
     value(where, "--timeout", "TIME", "time limit of a replica: 6h, 90m (then it restarts)", type="duration")
     again(where, "--pip", metavar="PACKAGE", help="a package that your reward needs there")
     again(where, "--option", type="option", metavar="KEY=VALUE", help="an option of the platform: partition=gpu")
-    money = parser.add_argument_group("limits of the costs (the run ends by itself before; 0: no limit)")
+    money = parser.add_argument_group("limits of the costs: the run ends before it exceeds one (0: no limit)")
     value(money, "--max-usd", "X", "US dollars, since the run began", type="amount")
     value(money, "--max-hours", "H", "hours with any replica running", type="amount")
     flag(money, "--no-lease", help="let rented replicas continue (and cost) without a supervisor")

@@ -141,7 +141,7 @@ class WatchApp(PlainApp):
             self._wake.clear()
 
     def show(self, picture: Picture | None, trouble: str = "") -> None:
-        """Show a picture.   picture: None to keep the present one."""
+        """Show a picture.   picture: None keeps the present picture."""
         self.picture = picture or self.picture
         self.trouble = trouble
         self.draw()

@@ -73,7 +73,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """Whether the host is an IP address.  Another site can make its name point to this machine, but no IP address."""
+    """Whether the host is an IP address.  Another site's name can point to this machine; its IP address cannot."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

@@ -55,7 +55,7 @@ def fresh_folder(to: Path) -> Generator[Path]:
 def replace_export(to: Path, made: Path, run: str, step: int) -> list[str]:
     """Replace the files of the previous export in `to` by the files of `made`.   Return the new files' names."""
     names = sorted(p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file())
-    mark_export(to, run, step, [*_earlier_files(to), *names])  # the names of both, in case this process is killed
+    mark_export(to, run, step, [*_earlier_files(to), *names])  # old and new files, in case of a kill
     for name in _earlier_files(to):
         if name not in names and (to / name).resolve().is_relative_to(to.resolve()):
             (to / name).unlink(missing_ok=True)

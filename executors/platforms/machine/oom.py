@@ -19,8 +19,8 @@ from pathlib import Path
 
 WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*eviction|cannot allocate memory", re.I)
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
-TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; ask for more, or for less per step)"
-UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; ask for more, or for less a step)"
+TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; raise that, or use less per step)"
+UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; use less memory per step)"
 AMOUNTS = {  # file with the count of kills -> files beside it with the peak memory and the limit
     "memory.events": ("memory.peak", "memory.max"),
     "memory.oom_control": ("memory.max_usage_in_bytes", "memory.limit_in_bytes"),

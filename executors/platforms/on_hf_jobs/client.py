@@ -90,7 +90,7 @@ class Hub:
         self._endpoint = os.environ.get("HF_ENDPOINT") or None  # the SDK reads it only once, at its import
         self._prices: dict[str, float | None] = {}
         self._prices_again = float("-inf")  # the time from which `known_price` may request prices again
-        self._live = {stage.value for stage in huggingface_hub.JobStage}.difference(ENDED)  # seen ones are added
+        self._live = {stage.value for stage in huggingface_hub.JobStage}.difference(ENDED)  # new ones are added
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ account

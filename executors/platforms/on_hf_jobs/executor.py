@@ -220,7 +220,7 @@ class HFJobsExecutor(Executor):
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """End all jobs of these launches.  If the Hub does not tell now which run a job belongs to, end it later."""
+        """End all jobs of these launches.  If the Hub does not tell now whose job one is, end it later."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]

@@ -296,7 +296,7 @@ class LocalProcessExecutor(Executor):
         if self._server is not None:
             self._server.close()
         for process in self._spawned.values():
-            process.returncode = process.poll() or 0  # it may run on; Popen must not warn about that
+            process.returncode = process.poll() or 0  # the process may run on; Popen must not warn about that
 
 
 def process_folder(run: str) -> Path:

@@ -48,7 +48,7 @@ class ForkServer:
     def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
         self.exits: dict[tuple[int, int], int] = {}  # by pid and start, since a later process may have the same pid
         self._kills = oom.Kills()
-        self._death = ""  # why the server died; computed once, since each kill explains one process
+        self._death = ""  # why the server died; asked once, because each counted kill explains only one process
         with launches_wait("the fork server's log"):
             self._log: IO[str] = tempfile.TemporaryFile("w+", prefix="forkserver-")  # noqa: SIM115 - lives as we do
         self._buffer = b""
@@ -93,7 +93,7 @@ class ForkServer:
     def close(self) -> None:
         self._socket.close()
         self._log.close()
-        self._process.returncode = self._process.poll() or 0  # it may run on; Popen must not warn about that
+        self._process.returncode = self._process.poll() or 0  # the server may run on, without a warning by Popen
 
     def _send(self, message: Mapping[str, Any]) -> None:
         try:

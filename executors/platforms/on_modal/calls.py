@@ -15,7 +15,7 @@ If a launch's reply was lost, the client or another launcher calls again:
     Function.get_current_stats ─▶ (inputs that wait or run) minus (registered calls) = number of unregistered calls
 
 Modal has no public list of an app's calls.  So a duplicate call that still waits for a machine can be counted, and
-ended with its app, but its id is unknown.  It is free until its container starts, reads one key and ends.
+ended with its app, but its id is unknown.  It costs nothing until a container starts it, reads one key and ends.
 
 Not promised: a log line that Modal shows more than half a minute late, or that Modal's count is up to date.
 """
@@ -159,7 +159,7 @@ class Duplicates:
         self._said: set[str] = set()
 
     def new(self, run: str, register: Register) -> list[Handle]:
-        """Return the duplicate calls recorded since the last look.  Each is returned once, because it ends at once."""
+        """Return the duplicate calls recorded since the last look.  Each call is returned once: it ends at once."""
         now = self._clock.now()
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []

@@ -7,7 +7,7 @@
 
 Only this module imports the client, and only when it is needed.
 
-Not promised: the texts of Modal's errors.  They change without notice, so no decision depends on them.
+Not promised: the texts of Modal's errors.  These texts change without notice, so no decision depends on them.
 """
 
 import json
@@ -106,7 +106,7 @@ def no_answer(error: BaseException) -> bool:
     e = sdk().exception
     service = (e.ServiceError, e.ConnectionError, e.InternalError, e.ResourceExhaustedError, e.AuthError)
     if isinstance(error, OSError):
-        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # these are the call's own
+        return not isinstance(error, TimeoutError | FileNotFoundError | PermissionError)  # errors of the call itself
     kinds = (*service, e.ClientClosed, e.PermissionDeniedError)
     return isinstance(error, kinds) or type(error).__module__.startswith("grpclib")
 

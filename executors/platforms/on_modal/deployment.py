@@ -145,7 +145,7 @@ class Deployments:
         return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:
-        """Return the register of a run.   create: make it if there is none; only launches do so."""
+        """Return the register of a run.   create: make a missing register; only launches set this."""
         return self._registers.setdefault((run, create), Register.open(app_name(run), create))
 
     def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:

@@ -283,7 +283,7 @@ class ModalExecutor(Executor):
 def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:
     with suppress(Exception):  # a call that cannot be reached ends at a later poll, or by its lease
         register = apps.register_of(handle.run)
-        if not register.names(handle):  # only a log named this call, which is another run's
+        if not register.names(handle):  # the call is another run's: only a log names it as ours
             return True
         register.ask(handle.slot, handle.attempt)
         sdk().FunctionCall.from_id(handle.native).cancel(terminate_containers=terminate)

@@ -116,7 +116,7 @@ class SlurmExecutor(Executor):
         return f"{slurm_job.NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
 
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # every sbatch waits for its answer
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # each sbatch waits for Slurm's answer
             return list(pool.map(self._launch_one, specs))
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
@@ -175,7 +175,7 @@ class SlurmExecutor(Executor):
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
-        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # 1: of any kind
+        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # "1": any kind
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""
@@ -298,7 +298,7 @@ def _check_cluster(cluster: str) -> None:
 
 
 def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
-    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for this one."""
+    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for it."""
     try:
         return submit()
     except Exception:

@@ -31,7 +31,7 @@ from inner.tasks.spec import HARBOR, PRICED
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: environment variables.   file: in the home folder, or instead."""
+    """A provider's package and credentials.   keys: environment variables.   file: a file at home instead of keys."""
 
     package: str
     keys: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
 
 
 def _slow_verifiers(inner: InnerConfig, longest: float) -> Iterator[str]:
-    """Yield a note if a batch's verifiers may take longer than inner.rewards.timeout_s.   longest: of one, seconds."""
+    """Yield a note if a batch's verifiers may exceed inner.rewards.timeout_s.   longest: seconds of one verifier."""
     needed = longest * -(-inner.generation_size // inner.sampling.tool_workers)
     if 0 < (inner.rewards.timeout_s or 0) < needed:
         yield (

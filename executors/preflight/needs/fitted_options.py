@@ -5,7 +5,7 @@
     Modal            max_memory_mib: a limit, as used memory is billed     cores: more for several devices
                      hub_cache: a Volume that keeps a model of the Hub
 
-Options that the place has already stay.   Not promised: memory for the model of a script, whose size is unknown.
+Options that the place has are kept.   Not promised: memory for the model of a script, whose size is unknown.
 """
 
 from dataclasses import replace

@@ -142,7 +142,7 @@ def _end_time(
     """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
-    told = list[float]()  # by the replica, whose clock may be wrong
+    told = list[float]()  # ends told by the replica, whose clock may be wrong
     for session in newest:
         beat = beats.get(session.slot)
         own = beat if beat is not None and beat.generation == session.generation else None

@@ -37,7 +37,7 @@ LIMIT_S = 10.0  # time limit of one request, in seconds
 PAUSES_S = (2.0, 10.0, 30.0)  # seconds before the second, third and fourth request for a message
 CLOSE_S = 5.0
 BEGUN, OVER = "trouble", "trouble_over"
-WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # a message's fields; events without one are ignored
+WORDS = ("kind", "slot", "text", "advice", "page", "id", "state")  # a message's fields; incomplete events are ignored
 UNTOLD = ("alerts_failed",)  # troubles of the webhook itself, which no alert can report
 Emit = Callable[..., None]
 

@@ -107,7 +107,7 @@ HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 }
 
 
-# Before all others, which keep the order of DETECTORS: a poisoned run, then one that does not continue, then the rest.
+# These come first: a poisoned run, then a run that does not continue, then others.  The rest keep DETECTORS' order.
 MOST_URGENT = (
     "diverged", "forged", "disk_full", "platform_silent", "reward_failed", "slot_unserved", "stalled", "slot_lost",
     "budget", "alerts_failed",

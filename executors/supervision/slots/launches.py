@@ -42,7 +42,7 @@ class Launches:
         self.seen_alive: set[tuple[str, int]] = set()  # slot, attempt
         self.strangers: set[Handle] = set()  # live processes that the log does not name
         self.out_of_reach = ""
-        self.begun_at = float("-inf")  # Unix time of the newest launch in the log, also before its answer
+        self.begun_at = float("-inf")  # Unix time of the log's newest launch, or of its request
         self.begun = 0
         self.refresh()
 
@@ -56,7 +56,7 @@ class Launches:
         found: list[Handle] = []
         try:
             wanted, lost = read_standing_control(self._store)
-            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # it named their places
+            logged = [{"executor": h.executor} for h in booked.values()] if lost else []  # the lost record had places
             self._executor = self._executor or build_executor(wanted.places, (*wanted.former, *logged))
             found = self._executor.find(self._store.url)
             self.out_of_reach = ""

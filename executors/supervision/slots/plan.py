@@ -9,10 +9,10 @@
                                   GiveUp    another start would change nothing
 
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
-again after every kind of end: DONE was for fewer steps, and a cancel by another user is a loss.  A slot with a newer
-generation is left alone while the newer one sends heartbeats.  A platform may restart a process by itself.  So while it
-says RUNNING, wait for `restart_grace_s` of silence; then end or fence the process, and only then start a new one.  A
-replica that waits for a machine (PENDING) is not silent.
+again after every kind of end: after DONE, because the run then had fewer steps, and after another user's cancel, which
+counts as a loss.  A slot with a newer generation is left alone while the newer one sends heartbeats.  A platform may
+restart a process by itself.  So while it says RUNNING, wait for `restart_grace_s` of silence; then end or fence the
+process, and only then start a new one.  A replica that waits for a machine (PENDING) is not silent.
 
 The number of a slot's consecutive ends determines the pause before its next start:
 
@@ -52,8 +52,8 @@ class Limits:
     reward_failures: consecutive ends by a reward that has worked before (Strikes).   reward_backoff_s: pause before the
     first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
-    restart_grace_s: silent_s for a platform, which may restart it.   boot_s: until its first heartbeat on a platform.
-    fence_s: from the request to end to the fence.   drain_s: time to leave after a request.
+    restart_grace_s: silent_s on a platform, which may restart the process.   boot_s: time to the first heartbeat on a
+    platform. fence_s: time from the request to end to the fence.   drain_s: time from the request to the end.
     """
 
     failures: int = 3
@@ -128,10 +128,10 @@ class Desired:
 class Observation:
     """The observed state of a slot.   state, exit_code, reason: status of the newest process (None: unknown).
 
-    holder: the state of the slot's newest generation, by its heartbeat, from any launcher.
+    holder: what the slot's newest session does, by its heartbeat; another launcher may have started it.
     silent_s: seconds without a new heartbeat.   losses, failures: ends in a row (see Limits).
     reward_failures: consecutive ends by the reward; 0 if the latest end was of another kind.
-    native: a platform runs it.   beaten: it has sent a heartbeat.
+    native: whether a platform runs it.   beaten: whether it has sent a heartbeat.
     replacing_s, draining_s: seconds since we asked it to end, for a replacement or for good (None: not asked).
     leave_s: seconds that the replica may take to leave, computed from the pace of its inner steps.
     """

@@ -35,7 +35,7 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Whether the handle's status can be polled.  A local process of another machine shows only heartbeats."""
+    """Whether the handle's status can be polled; of another machine's local process, only heartbeats are seen."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
@@ -140,8 +140,8 @@ class SlotState:
     """The state of one slot.
 
     handle, status: the slot's present or last process.   attempt: the highest number used so far.
-    gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: how often it changed.
-    running_since: when a poll first saw it running.   beaten: a heartbeat came since.   ran: it has run, or may have.
+    gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: number of its changes.
+    running_since: when a poll first saw it running.   beaten: after that a heartbeat came.   ran: it may have run.
     pending: it waits for a machine (from the log).   unseen: this supervisor has not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.

@@ -116,7 +116,7 @@ class Slots:
         alive = [h for h in self.executor.orphans(self.run.store.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
             if handle not in self.duplicates:
-                self.book("found", handle, "the log does not name it: a second process of one launch, or one given up")
+                self.book("found", handle, "the log does not name it: a second process of a launch, or of one given up")
                 self.duplicates[handle] = float("-inf")
         for handle in [h for h in self.duplicates if not any(h.native == a.native for a in alive)]:
             del self.duplicates[handle]
@@ -199,7 +199,7 @@ class Slots:
         if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
             self.emit("ended", **{**end_fields(status), **who}, **unseen)
             if state.lost:
-                reason = f"killed, as it had not left in time; {state.lost} went with it"
+                reason = f"killed, as it had not left in time; lost: {state.lost}"
                 self.emit("killed", slot=state.slot, **who, reason=reason)
             return
         if status.state is State.CANCELLED and state.replacing_at is None:

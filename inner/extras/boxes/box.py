@@ -26,7 +26,7 @@ TTL_S = 3600.0  # seconds after which the provider itself stops a box
 MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that we never list other boxes of the account
 USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "env", "HOME=/tmp")
 MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
-# reads one byte more than a half, to see whether there is a middle; base64, because bash keeps no NUL in a variable
+# one byte more than a half shows whether the middle was cut out; base64, because no bash variable can hold a NUL
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
 HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"

@@ -7,8 +7,8 @@
              places cleared, tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
 
-The next episode is another object, with another owner. So a late call of this episode does not affect the next one, and
-stops none of its boxes.
+The next episode is another object, with another owner. So a late call of this episode neither affects the next episode
+nor stops its boxes.
 
 Not promised: that an episode continues after its box died (a dead box is never replaced); an end of processes that an
 episode started in the background of a remote box.

@@ -35,7 +35,7 @@ from inner.extras.boxes.box import (
 
 IMAGE, FLAVOR = "python:3.12", "cpu-basic"
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}  # the Hub's units of a price
-FOLDER = "BOX_FOLDER"  # a variable of the job; labels have no slashes
+FOLDER = "BOX_FOLDER"  # an environment variable of the job, since a label cannot have slashes
 STARTS_S = 120.0
 LIVE = ("SCHEDULING", "RUNNING")
 
@@ -149,6 +149,6 @@ def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
     except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (401, 403) and kind is ProviderFailed:
-            raise InnerError(f"Hugging Face refuses the token: {error}. Give one that may write Jobs.") from error
+            raise InnerError(f"Hugging Face refuses the token: {error}. Give a token that may write Jobs.") from error
         quota = "the quota of jobs is reached: " if status == 429 else ""
         raise kind(f"{quota}{type(error).__name__}: {error}") from error

@@ -44,7 +44,7 @@ Wrap = Callable[[Path, str, str], list[str]]
 
 
 def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
-    """Return the words of bwrap for a box.   root: its folder here.   folder: where commands begin."""
+    """Return the words of bwrap for a box.   root: its folder on this machine.   folder: where commands begin."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
     words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
@@ -93,7 +93,7 @@ class LocalBoxes:
         for path in sorted(self._root.glob("*/box.json")):
             try:
                 found.append((path.parent, json.loads(path.read_text())))
-            except (OSError, ValueError):  # another process removes it, or has not written it whole
+            except (OSError, ValueError):  # another process removes the file, or still writes it
                 continue
         return found
 
@@ -107,7 +107,7 @@ class LocalBoxes:
 
 
 class LocalBox:
-    """One folder.   home: its folder here.   folder: where its commands begin, inside."""
+    """One folder.   home: its folder on this machine.   folder: where its commands begin, inside."""
 
     def __init__(self, home: Path, folder: str, wrap: Wrap) -> None:
         self._home, self._folder, self._wrap = home, folder, wrap
@@ -179,7 +179,7 @@ def _open_folders(top: Path) -> None:
 
 
 def _entries(home: Path) -> list[Path]:
-    with suppress(FileNotFoundError):  # another process removes it
+    with suppress(FileNotFoundError):  # another process removes the folder
         return list(home.iterdir())
     return []
 

@@ -29,8 +29,8 @@ from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecip
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-AGAIN_S = 30.0  # seconds for the start after one that spent its whole budget; many long ones would look like a hang
-SWEEPS = 5  # most tries of `sweep` until the provider's list is empty
+AGAIN_S = 30.0  # seconds for a start after one that got no box; several whole budgets would look like a hang
+SWEEPS = 5  # at most so many tries of `sweep` until the provider's list is empty
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
                                                                                         │
                                                                get_reward ──▶ a number, AtMostWorst or None (episode.py)
 
-A box belongs to (run, slot, generation, place). The first three come from the session that the environment reports to;
+A box belongs to (run, slot, generation, place). The session that the environment reports to gives the first three;
 without a session, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
 Not promised: that an episode continues after its box died: a dead box is never replaced. A verdict runs the episode's
@@ -34,7 +34,7 @@ _numbers = itertools.count()
 
 
 class _Shared:
-    """The BoxStarter that all instances share.   provider: a name, or a BoxStarter.   options: of the provider."""
+    """The BoxStarter that all instances share.   provider: a name, or a BoxStarter.   options: the provider's."""
 
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options

@@ -7,8 +7,8 @@
                   without bubblewrap ──▶ no verdict: no reward, exit code 1
     judge.py writes reward 0 first: a reward that the agent forged is lost, and a judge that dies leaves 0
 
-Not promised: more isolation than the container's, if it runs as root. A verdict if judge.py cannot write the reward's
-file: the exit code is then 1, and the old file stays. inside.py sets each test's limits; a test is killed after 20 s.
+Not promised: more isolation than the container's, if it runs as root; a verdict if judge.py cannot write the
+reward's file (the exit code is then 1, and the old file stays). A test is killed after 20 s; inside.py sets its limits.
 """
 
 import argparse

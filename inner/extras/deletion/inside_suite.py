@@ -65,7 +65,7 @@ def short(spelled: Any) -> Any:
 
 
 class Watcher:
-    """pytest's plugin.   wanted: [path, class, function, number] of the one test.   work: for trace files."""
+    """pytest's plugin.   wanted: [path, class, function, number] of the one test.   work: folder for trace files."""
 
     def __init__(self, wanted: Any = None, work: str = "") -> None:
         self.wanted, self.work, self.found, self.numbers, self.codes = wanted, work, [], {}, {}

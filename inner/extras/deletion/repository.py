@@ -12,7 +12,7 @@ FOLDER has pytest and the packages that the repository needs (`pip install --tar
 repository itself. FOLDER is mounted read-only. Everything runs in the sandbox, the first run, too.
 
 Not promised: tests that need a process, a thread, a socket, a file outside the suite, or more than 1 s; they are left
-out. Text files alone are read.
+out. Only text files are read.
 """
 
 import ast
@@ -43,12 +43,12 @@ TEST_FOLDERS = {"tests", "test", "testing"}
 LEFT_OUT = {"docs", "doc", "examples", "benchmarks", "build", "dist", "node_modules", "venv", "setup.py", "noxfile.py"}
 SETTINGS = {"pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini"}
 RUNNER = (Path(__file__).parent / "inside_suite.py").read_text()
-MOST_TESTS = 5  # most tests of each kind in a task
+MOST_TESTS = 5  # at most so many tests of each kind in a task
 
 
 @dataclass(frozen=True)
 class TracedTest:
-    """One test.   file: its file's text.   seen: the values it looked at.   reached: functions, as path:function."""
+    """One test.   file: its file's text.   seen: values that it checks.   reached: functions, as path:function."""
 
     key: TestKey
     file: str
@@ -77,7 +77,7 @@ class Repository:
 
 
 def read_repository(folder: Path, tests: str, packages: Path) -> Repository:
-    """Trace the suite of a repository.   tests: "pytest", with pytest's own words after it.   Raises InnerError."""
+    """Trace the suite of a repository.   tests: "pytest", and options of pytest after it.   Raises InnerError."""
     words = shlex.split(tests)
     if words[:1] != ["pytest"]:
         raise InnerError(f"--tests must be `pytest` with its options, found {tests!r}. Other runners do not work.")

@@ -9,8 +9,8 @@
 There is only one process, so its memory limit is the sandbox's limit, and a fork bomb cannot start.  (bwrap's own
 process 1 would have no limits and be writable through /proc/1/mem; so Python is process 1.)  It cannot create memory
 outside the limit (System V's segments and queues, memfd), or a socket: a vsock to the machine's host passes every
-network namespace.  It can create a socketpair, for asyncio, with a default buffer, but send no descriptor through it.
-Sockets and other allowed objects take less than 40 MiB of kernel memory (decision 073).
+network namespace.  The process can create a socketpair, for asyncio, with a default buffer, but send no descriptor
+through it.  Sockets and other allowed objects take less than 40 MiB of kernel memory (decision 073).
 If bwrap is missing or may not make namespaces, `require_sandbox` raises: nothing runs without a sandbox.
 
 Not promised: a writable /tmp if no outer namespace can be made (`unshare`); protection against a bug of
@@ -57,7 +57,7 @@ CALLS = {
     ),
 }  # fmt: skip
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TURNS = BoundedSemaphore(CORES)  # most sandboxes at once, because their limits are wall-clock times
+TURNS = BoundedSemaphore(CORES)  # at most so many sandboxes at once, because their limits are wall-clock times
 MOST_PATH = 200  # bytes; Linux allows 255 in a file's name
 # bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte of kernel memory without a limit
 TMPFS = 'mount -t tmpfs -o "size=$1,nr_inodes=$2,nosuid,nodev" tmpfs "$0" && shift 2 && exec "$@"'

@@ -101,7 +101,7 @@ class TaskShelf:
 
 
 class DeletionServed(MCPEnvironment):
-    """One session.   turns: limits programs and verdicts of all sessions.   steps: most calls of an episode."""
+    """One session.   turns: limits programs and verdicts of all sessions.   steps: limit of calls per episode."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

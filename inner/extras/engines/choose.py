@@ -26,7 +26,7 @@ from inner.rollouts.recorded import is_truncated
 def use_engine(typed: str, trainer: Any, *, name: str, folder: Path) -> SamplingEngine:
     """Let an actor's trainer sample with an engine; return the engine.   typed: KIND:ADDRESS.   name: the actor's name.
 
-    folder: for the adapters' files.   Raise InnerError for an address or sampling settings that the engine cannot use.
+    folder: gets the adapters' files.   Raise InnerError for an address or sampling settings that the engine cannot use.
     Call this only for a run with an adapter and for a known kind (diloco/run/combinations.py checks both).
     """
     kind, _, address = typed.partition(":")

@@ -79,7 +79,7 @@ class LlamaEngine:
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         if len(prompt) >= self._context:
-            raise InnerError(f"a prompt has {len(prompt)} tokens, and llama.cpp was given {self._context}")
+            raise InnerError(f"a prompt has {len(prompt)} tokens, and llama.cpp has room for {self._context}")
         random = torch.Generator().manual_seed(settings.seed)
         self._llama.reset()
         self._llama.eval(prompt)
@@ -125,7 +125,7 @@ class _Sizes:
 
 
 def write_adapter(path: Path, tensors: dict[str, Tensor], sizes: _Sizes, alpha: float) -> None:
-    """Write an adapter as a .gguf file.   tensors: by PEFT's names.   Raise InnerError for a layer unknown there."""
+    """Write an adapter as a .gguf file.   tensors: PEFT's name -> tensor.   Raise InnerError for an unknown layer."""
     import gguf
 
     arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == sizes.architecture)

@@ -5,11 +5,11 @@
     a prompt, read once ──▶ its KV cache × n ──▶ logits (n, V) ──▶ n draws, each with its log-prob
 
 The model is the run's start model as a folder of transformers, or converted by `mlx_lm.convert`.  The log-probs are
-those of the weights that sampled.  With 8 bits a replica believes them; with 4 it doubts them (docs/weights.md).
+those of the weights that sampled.  A replica believes rollouts of 8 bits, and doubts those of 4 bits (docs/weights.md).
 
 Not promised: layers that MLX names in another way than transformers (experts of a mixture); models whose caches are
 not keys and values of all tokens (state spaces); more tokens than a sliding window; longrope beyond the original
-length, for which MLX has other angles.  All are refused by name.
+length, for which MLX has other angles.  All of these are refused by name.
 """
 
 import json
@@ -65,7 +65,7 @@ class MlxEngine:
         layer = layers.get(path)
         if not hasattr(layer, "weight") and not isinstance(layer, lora.LoRALinear):
             raise InnerError(
-                f"MLX has no layer {path} in {self._address}. Leave --engine out, or take it out of inner.lora.targets"
+                f"MLX has no layer {path} in {self._address}. Leave out --engine, or the layer in inner.lora.targets"
             )
         if not isinstance(layer, lora.LoRALinear):
             layers[path] = layer = lora.LoRALinear.from_base(layer, r=self._r, scale=self._scale)
@@ -76,7 +76,7 @@ class MlxEngine:
         """Return n completions, drawn side by side; a row leaves the batch when it ends."""
         if len(prompt) + settings.most > self._window:
             raise InnerError(
-                f"{self._address} has a sliding window of {self._window} tokens, which MLX may not have. A prompt of "
+                f"{self._address} has a sliding window of {self._window} tokens, which MLX may lack. A prompt of "
                 f"{len(prompt)} tokens and {settings.most} of its completion would be longer. Leave --engine out, or "
                 "set a smaller inner.sampling.max_completion_length"
             )

@@ -32,7 +32,7 @@ class DrawSettings:
 
 
 class SamplingEngine(Protocol):
-    """An engine.   name: for the bundles' records.   together: number of calls of `sample` that it takes at once."""
+    """An engine.   name: written into the bundles' records.   together: calls of `sample` that it takes at once."""
 
     name: str
     together: int
@@ -42,7 +42,7 @@ class SamplingEngine(Protocol):
         ...
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
-        """Return n completions of a prompt.   Raise InnerError if the engine gives none."""
+        """Return n completions of a prompt.   Raise InnerError if the engine gives no completion."""
         ...
 
 

@@ -61,7 +61,7 @@ class AdapterServer:
         self._sleep = sleep
         self._loaded = 0
         self._model = ""
-        self._files: Path | None = None  # of the adapter that samples
+        self._files: Path | None = None  # files of the adapter that samples
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter's files, and let the server load them."""
@@ -86,7 +86,7 @@ class AdapterServer:
         self._model, self._files = asked[-1], folder
 
     def _forget(self, names: Sequence[str]) -> None:
-        """Unload adapters, and delete the files of the last one used. An adapter that stays only takes memory."""
+        """Unload adapters, and delete the files of the adapter used last. An adapter that stays only takes memory."""
         for name in names:
             self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
         if self._files is not None:
@@ -144,14 +144,14 @@ def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[f
     if not all(type(token) is int for token in ids):
         raise ValueError("token ids that are not whole numbers")
     numbers = [float(logprob) for logprob in logprobs]
-    if not all(-1e9 < number < 1e-3 for number in numbers):  # as a replica's door (inner/rollouts/drift.py)
+    if not all(-1e9 < number < 1e-3 for number in numbers):  # the same limits as in inner/rollouts/drift.py
         raise ValueError("log-probs that are no numbers or above 0")
     _check_end(ids, choice["finish_reason"], settings)
     return ids, numbers
 
 
 def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
-    """Raise ValueError unless a completion ended by itself or at its limit, because we would train on a cut-off one."""
+    """Raise ValueError unless a completion ended by itself or at its limit: we would train on a cut-off completion."""
     if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
     ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)

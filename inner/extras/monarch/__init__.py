@@ -66,6 +66,6 @@ def __getattr__(name: str) -> Any:
             raise
         raise ModuleNotFoundError(
             f"{name} needs torchmonarch, and {missing.name} cannot be imported: pip install "
-            "'serverless-diloco[monarch]' (the package that PyPI calls monarch is another one)",
+            "'serverless-diloco[monarch]' (on PyPI, the name monarch is another package)",
             name=missing.name,
         ) from missing

@@ -59,8 +59,8 @@ from inner.train.build import load_start
 class ReplicaPlan:
     """The input of one replica's actors; all its processes read the same files.
 
-    config: InnerConfig.to_dict().   model_dir: a folder that publish_model wrote.   files: kind -> path.   steps: H.
-    teachers, max_usd, ledger: for the `replay_actors` replay actors together; 0 actors without teachers.
+    config: InnerConfig.to_dict().   model_dir: made by publish_model.   files: kind of file -> path.   steps: H.
+    replay_actors: their number, 0 without teachers.   teachers, max_usd, ledger: shared by all replay actors.
     restarts: how often a role is started again after a death."""
 
     config: dict[str, Any]
@@ -194,7 +194,7 @@ class RemoteGenerator:
         self._trainer = trainer
         self._member = member
         self._casts = casts
-        self._loaded: tuple[int, int] | None = None  # the generator's incarnation, the micro-batch of its weights
+        self._loaded: tuple[int, int] | None = None  # which start of the generator, and the micro-batch of its weights
 
     def __call__(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **options: Any) -> Any:
         """Return each completion's token ids, and None for log-probs: TRL computes them again."""

@@ -41,7 +41,7 @@ from inner.replay.teachers import TeacherAction
 
 STOP_S = 30.0
 # Monarch keeps a message for a process that has left for 30 s, then returns it to its sender. If `end` has stopped the
-# sender by then, Monarch ends the client's process with exit code 1.  A caller reports a loss 20 s after it.
+# sender by then, Monarch ends the client's process with exit code 1.  A caller reports a lost process after 20 s.
 RETURNED_S = 15.0
 
 
@@ -137,7 +137,7 @@ class Replica:
     def __init__(self, plan: ReplicaPlan) -> None:
         plan.check()
         self._plan = plan
-        self._carried: Carried | None = None  # of the last finished round
+        self._carried: Carried | None = None  # state after the last finished round
 
     def __enter__(self) -> Self:
         self._processes = this_host().spawn_procs(name="replica_process")

@@ -162,7 +162,7 @@ class OpenEnv:
         if failure is None:
             return text
         self._sites.append({"t": len(self._observed_steps) - 1, "tool": tool, **failure})
-        if failure["error_kind"] == "transport_error":  # the student did not cause it
+        if failure["error_kind"] == "transport_error":  # the student did not cause this error
             return failure["error"]
         raise ToolFailed(failure)
 
@@ -213,7 +213,7 @@ class OpenEnv:
         return messages
 
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
-        """Return [(action, text)] from the server's history; None if it has none of this whole episode."""
+        """Return [(action, text)] from the server's history; None if it lacks a part of this episode."""
         if self._lost or self._socket is None:  # another session would have another history
             return None
         try:
@@ -290,7 +290,7 @@ def openenv_environment(
 ) -> type[OpenEnv]:
     """Return a class with a method per tool of the MCP server at `url` (default: the value of OPENENV_URL).
 
-    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: for one answer"""
+    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer"""
     if reward_is not in ("sum", "last"):
         raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}

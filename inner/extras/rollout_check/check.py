@@ -42,7 +42,7 @@ TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best
 class RolloutCheck:
     """The result for one rollout, or for several rollouts of one worker together.
 
-    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: their numbers in these two checks.
+    disagreement: median of exp|Δ log π| − 1.   surprise: z.   positions, tokens: how many these checks compared.
     chance: upper bound for the probability of such a z with draws from the model; 1 if |z| ≤ sigmas.
     """
 

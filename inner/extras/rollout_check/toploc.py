@@ -4,8 +4,8 @@
     checker   one forward of the model ──▶ its own 128 largest, and the polynomial's values for them ──▶ how many
               exponents differ, and the difference of the other mantissas
 
-TOPLOC checks, without log-probs, whether hidden states are those of this model at this precision for these tokens.  It
-does not check how tokens were drawn, because hidden states do not depend on the temperature; `check_rollouts` does.
+TOPLOC checks, without log-probs, whether hidden states are those of this model at this precision for these tokens,
+but not how tokens were drawn, because hidden states do not depend on the temperature; `check_rollouts` checks that.
 
 TOPLOC accepts an empty list of proofs, and divides by zero for the null proof, which it writes after a failure. This
 module refuses both.  TOPLOC's verification of a list ignores the proof's modulus: with 115,000 values it doubted
@@ -85,7 +85,7 @@ def check_proofs(
 ) -> ProofCheck:
     """Compare a worker's proofs with this model's hidden states on the same tokens.
 
-    mismatches, mantissa: the largest values that are believed.
+    mismatches, mantissa: the largest accepted values.
     Raises InnerError if toploc is missing, ValueError for texts that are not proofs, or a wrong number of them.
     """
     states = hidden_states(model, prompt, completion)

@@ -14,7 +14,7 @@ An environment whose rollouts depend on their order (a global random generator, 
 Its calls begin when TRL's loop makes them, and so do those of an object that several rollouts share.
 
 A call without an answer after Lanes.limit_s seconds costs its rollout: it has no observation and no reward, its tools
-fail, and the next batch gets a new object in its place.  Another call begins instead.
+fail, and the next batch gets a new object in its place.  Another rollout's call begins instead.
 
 Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
 environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
@@ -63,7 +63,7 @@ def environments_at_once(
 
 
 def replace_hung(trainer: Any) -> None:
-    """Put new objects in the place of those that hung in the last batch, or whose tool did."""
+    """Replace environments that hung in the last batch, or whose tool hung, by new objects."""
     lanes: Lanes = trainer.lanes
     bad = {id(trainer.environments[row]) for row in lanes.hung | lanes.hung_tools}
     bad |= {id(one) for pool in trainer._environment_pool.values() for one in pool if lanes.has_moved(one)}
@@ -77,7 +77,7 @@ def replace_hung(trainer: Any) -> None:
 
 
 def forget_hung(trainer: Any, rewards_B_F: Tensor, rows: int) -> None:
-    """Make the rewards of all ranks' rollouts that hung unknown, and say so.   rows: this rank's number of rows."""
+    """Make the rewards of rollouts that hung, on all ranks, NaN; report it.   rows: this rank's number of rows."""
     lanes: Lanes = trainer.lanes
     hung_B = torch.tensor([row in lanes.hung for row in range(rows)], device=rewards_B_F.device)
     rewards_B_F[trainer.accelerator.gather(hung_B)] = torch.nan

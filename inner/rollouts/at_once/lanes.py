@@ -8,7 +8,7 @@ So a SQLite connection, or a browser, is used in the thread that made it.  Envir
 order (`_in_order`) share one lane, and TRL's loop starts their calls one by one.
 
 A call that has a limit and gives no answer in time ends its item: the next item begins, and the lane goes on in a new
-thread.  Items begin in the loop's order, so the loop has always waited for those that run.
+thread.  Items begin in the order in which the loop waits for them, so it never waits for an item that cannot begin.
 
 Not promised: that a call in a thread can be ended; thread-local state after a call that hung.
 """
@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 CLEAN_S = 1.0  # seconds for a cancelled async call to end
-_IN_LANE = ContextVar("in_lane", default=False)  # of threads, and of tasks
+_IN_LANE = ContextVar("in_lane", default=False)  # True in a lane's threads, and in their tasks
 STILL = "an earlier call of this rollout still hangs"
 
 
@@ -136,7 +136,7 @@ class Lane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest item still runs.   TRL's loop waits for each item, so this one was given up."""
+        """Whether the newest item still runs.   TRL's loop waits for each item, so a busy item was given up."""
         return self._newest is not None and self._newest.is_running
 
     def run(self, item: WorkItem) -> None:
@@ -200,7 +200,7 @@ class Lanes:
 
 
 class _Resident(NamedTuple):
-    """An environment, which keeps its id while it is here, its lane, and the thread that made it; None: another one."""
+    """An environment (stored, so that its id is unique), its lane, and the thread that made it (None: no lane did)."""
 
     environment: Any
     lane: Lane
@@ -227,7 +227,7 @@ class Workers:
             self._loop = self._loop or loop
             while self._free and self._waiting:
                 lane, item = self._waiting.popleft()
-                if item.is_over:  # the loop gave it up while it waited
+                if item.is_over:  # the loop gave up an item that waited
                     self._open.discard(item)
                     continue
                 self._free -= 1
@@ -244,7 +244,7 @@ class Workers:
             self.start()
 
     def close(self) -> None:
-        """Give up the items that have not ended. Those that have not begun are not made."""
+        """Give up the items that have not ended. Calls that have not begun are not made."""
         with self._lock:
             self._waiting.clear()
         for item in tuple(self._open):
@@ -283,7 +283,7 @@ async def within(limit_s: float | None, call: Call) -> Any:
 
 
 def is_in_lane() -> bool:
-    """Whether a lane or its async call asks: an environment that calls its own method, or another one's."""
+    """Whether a lane, or its async call, runs this: an environment calls its own method, or another environment's."""
     return _IN_LANE.get()
 
 

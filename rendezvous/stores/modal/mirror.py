@@ -1,6 +1,6 @@
 """Mirror of a modal:// run in its volume, because a Modal Dict loses entries that are not used.
 
-An entry that was neither read nor written for seven days disappears.  Files of the volume do not.  So the volume has
+An entry that was neither read nor written for seven days disappears.  Files of the volume stay.  So the volume has
 everything that a run needs: each large body as a file, and a copy of every other entry.  Then no register is written
 twice, and no blob is lost.
 
@@ -13,8 +13,8 @@ twice, and no blob is lost.
 
 A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
 it, so a new decision contradicts no remaining object.  A process that was suspended for a week checks the mark before
-its next request, and then finds the decided registers.  If entries are overwritten, such as beats, each process mirrors
-only its first version; an old beat counts as silence.
+its next request, and then finds the decided registers.  Of an entry that is overwritten, such as a beat, each process
+mirrors only its first version; an old beat counts as silence.
 
 Not promised: a correct run if a person changes a volume or a dict by hand, or if clocks are wrong by more than a day.
 """
@@ -78,7 +78,7 @@ class Mirror:
                 self._noted[key] = value
 
     def flush(self) -> None:
-        """Mirror the noted entries.   After StoreUnclear, the caller must not write anything that depends on them."""
+        """Mirror the noted entries.   After StoreUnclear, the caller must not write anything that needs them."""
         with self._lock:
             while self._noted:
                 some = dict(list(self._noted.items())[:BATCH])

@@ -43,7 +43,7 @@ FILE = b"@"
 
 @dataclass(frozen=True)
 class Pointer:
-    """Pointer to a body that is a file.   path: in the volume.   size: bytes."""
+    """Pointer to a body that is a file.   path: its path in the volume.   size: bytes."""
 
     path: str
     size: int
@@ -58,7 +58,7 @@ class Pointer:
 
 
 class ModalStore:
-    """A store that connects at its first request.   clock: for the age of the mirror's mark and of the last scan."""
+    """A store that connects at its first request.   clock: tells the age of the mirror's mark and of the last scan."""
 
     def __init__(self, url: str, clock: Clock | None = None, wire: Callable[[str, str], Wire] = Wire) -> None:
         self._name, self._prefix, self._environment = parse_url(url)
@@ -189,7 +189,7 @@ class ModalStore:
 
 
 def parse_url(url: str) -> tuple[str, str, str]:
-    """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong one."""
+    """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong URL."""
     rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))

@@ -71,7 +71,7 @@ class Wire:
         )
 
     def put_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
-        """Write an entry; with `if_absent`, only if there is none.   Return whether this request wrote it."""
+        """Write an entry; with `if_absent`, only if the key has no entry.   Return whether this request wrote it."""
         update = self._pb.DictEntry(key=_pickle_plain(key), value=_pickle_plain(value))
         answer = self._ask_once(
             "DictUpdate", "DictUpdateRequest", dict_id=self._dict, updates=[update], if_not_exists=if_absent
@@ -267,7 +267,7 @@ def _pickle_plain(value: str | bytes) -> bytes:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler of texts and bytes.  It refuses a pickle that names a class or a function, before any call."""
+    """Unpickler of texts and bytes, which refuses a pickle that names a class or a function, before any call."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
