@@ -24,6 +24,8 @@ if os.environ.get("DILOCO_TEST_GPU") != "1":
 import pytest
 import torch
 
+from tests.support.examples import QUICK
+
 gc.disable()
 
 # huggingface_hub reads the log of a running job until it was silent for ten seconds
@@ -34,6 +36,11 @@ WAITS = (
 
 
 COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of its tests, slow ones too
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        os.environ[QUICK] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves the slow ones out

@@ -121,12 +121,15 @@ class Told:
     took: float
 
 
+Asked = tuple[list[str], dict[str, str]]  # a command, and its variables
+
+
 def plans(folder: Path, *argvs: list[str], **environ: str) -> tuple[list[Told], list[str]]:
     """`diloco plan run.toml …`, one after the other in one process.  -> as `say_all`."""
     return say_all(folder, [(["plan", str(folder / "run.toml"), *argv], {}) for argv in argvs], **environ)
 
 
-def say_all(folder: Path, asked: list[tuple[list[str], dict[str, str]]], **environ: str) -> tuple[list[Told], list[str]]:
+def say_all(folder: Path, asked: list[Asked], **environ: str) -> tuple[list[Told], list[str]]:
     """Commands with their variables, one after the other in one process, as a user has it: no keys, no network beyond
     loopback.  -> what each said, and the heavy modules that were imported for it.
     """
@@ -363,7 +366,7 @@ def places_of(mistake: Mistake) -> tuple[str, ...]:
     return TRIED if is_tried(mistake) and mistake.name not in SLOW else mistake.on
 
 
-def asked(mistake: Mistake, folder: Path, places: tuple[str, ...]) -> list[tuple[list[str], dict[str, str]]]:
+def asked(mistake: Mistake, folder: Path, places: tuple[str, ...]) -> list[Asked]:
     made(mistake, a_task(folder))
     plan = ["plan", str(folder / "run.toml")]
     return [([*plan, *where(executor, folder), *mistake.argv], dict(mistake.environ)) for executor in places]
