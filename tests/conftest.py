@@ -129,6 +129,14 @@ def without_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: None)
 
 
+@pytest.fixture
+def decoded_once() -> Iterator[None]:
+    from tests.support.fakes import remembered_records
+
+    with remembered_records():
+        yield
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()

@@ -52,6 +52,7 @@ from tests.sim.observer import Observer, Violation
 from tests.sim.places import Loss, Places, draw_loss
 from tests.sim.replica import Process
 from tests.sim.store import BLOBS, SimClock, SimStore, may_rot
+from tests.support.fakes import remembered_records
 
 TAG = re.compile(rb',"seal":"[0-9a-f]{64}"}\Z')
 RULES = Rules(fragments=1, sync_every=4, max_carry=2, snapshot_every=3)
@@ -393,25 +394,6 @@ def seeded_nonces(numbers: Iterator[int]) -> Iterator[None]:
         yield
     finally:
         records.secrets = real
-
-
-@contextmanager
-def remembered_records() -> Iterator[None]:
-    """Each body is decoded once, however many replicas read it: a third of a schedule's time."""
-    known: dict[tuple[type, bytes], Any] = {}
-    decode = vars(records.Record)["decode"]
-
-    def remembered(kind: type[Any], body: Any) -> Any:
-        at = kind, bytes(body)
-        if at not in known:
-            known[at] = decode.__get__(None, kind)(body)
-        return known[at]
-
-    records.Record.decode = classmethod(remembered)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        records.Record.decode = decode
 
 
 # ---------------------------------------------------------------------- commands
