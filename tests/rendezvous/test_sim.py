@@ -111,12 +111,19 @@ RARE = {  # they take many schedules to be found
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     with planted(name):
-        seed = next((s for s in range(bug.seeds) if run(bug.schedule(s)).red), None)
-    assert seed is not None, f"{name}: all of {bug.seeds} schedules stayed green"
+        seed = bug.red_seed(bug.first)
+    assert seed is not None, f"{name}: all schedules from {bug.first} to {bug.seeds} stayed green"
     assert not run(bug.schedule(seed)).red, "the same schedule is red without the bug"
     if bug.without is not None:
         with planted(name):
             assert not run(bug.without(bug.schedule(seed))).red, "another ability finds it, too"
+
+
+@pytest.mark.slow  # the test above begins where it is found today
+@pytest.mark.parametrize("name", [name for name, bug in BUGS.items() if bug.first])
+def test_no_earlier_seed_finds_a_planted_bug(name: str) -> None:
+    with planted(name):
+        assert BUGS[name].red_seed(0) == BUGS[name].first, "correct `first`"
 
 
 @pytest.mark.slow  # the test above looks at the first seed that finds it
