@@ -8,11 +8,14 @@ DILOCO_TEST_GPU=1 and runs the tests that are about a GPU.
 """
 
 import copy
+import fcntl
 import gc
+import hashlib
 import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 if os.environ.get("DILOCO_TEST_GPU") != "1":
@@ -20,6 +23,8 @@ if os.environ.get("DILOCO_TEST_GPU") != "1":
 
 import pytest
 import torch
+
+from tests.support.examples import QUICK
 
 gc.disable()
 
@@ -31,6 +36,11 @@ WAITS = (
 
 
 COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of its tests, slow ones too
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        os.environ[QUICK] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves the slow ones out
@@ -56,22 +66,40 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def start_models_are_made_once() -> Iterator[None]:
-    """ToolWorld's start model depends on its settings alone: a process of tests takes its supervised steps once."""
+def start_models_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """ToolWorld's start model depends on its settings alone: its supervised steps are taken once for all workers."""
     from inner.worlds import toolworld
 
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made: dict[Any, Any] = {}
     make = toolworld.start_model
 
     def start_model(config: Any) -> Any:
-        key = config.toolworld, torch.get_num_threads()
+        key = repr((config.toolworld, torch.get_num_threads()))
         if key not in made:
-            made[key] = make(config)
+            path = shared / f"start-model-{hashlib.sha256(key.encode()).hexdigest()}"
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    torch.save(make(config), path)
+            made[key] = torch.load(path, weights_only=False)
         model, tokenizer = made[key]
         return copy.deepcopy(model), copy.deepcopy(tokenizer)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(toolworld, "start_model", start_model)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def packages_are_looked_up_once() -> Iterator[None]:
+    """accelerate reads peft's METADATA at each look at a model: an eighth of building a trainer."""
+    from accelerate.utils import imports, modeling
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (imports, modeling):
+            patched.setattr(module, "is_peft_available", cache(imports.is_peft_available))
         yield
 
 
@@ -99,6 +127,14 @@ def process_groups_end() -> Iterator[None]:
 def without_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quote asks pip for the packages of rented machines; tests have no network."""
     monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: None)
+
+
+@pytest.fixture
+def decoded_once() -> Iterator[None]:
+    from tests.support.fakes import remembered_records
+
+    with remembered_records():
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

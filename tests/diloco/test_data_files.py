@@ -49,6 +49,7 @@ replicas = 2
 steps = 4
 [inner]
 model = "toolworld"
+toolworld.warm_start_steps = 1
 [inner.rewards]
 function = "rewards.py:score"
 [inner.data]

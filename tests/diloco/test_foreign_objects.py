@@ -33,13 +33,14 @@ from rendezvous.records.records import Beat, Control, Record, WireError
 from rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_engine import TIMING, Seat, bucket, pair, together
 from tests.rendezvous.test_records import RECORDS
+from tests.support.examples import examples
 from tests.support.fakes import Fault, FaultyStore, ManualClock
 
 KINDS = [*map(type, RECORDS), RunRecord, ModelRecord]
 NUMBERS = st.sampled_from([0, -1, 1, 1.5, 10**400, 1e308, -(1 << 63), 1 << 64, True])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | NUMBERS | st.just("\ud800")
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4))
-CALM = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+CALM = settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def right_or_refused(kind: type[Record], body: bytes) -> None:

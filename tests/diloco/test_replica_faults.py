@@ -248,6 +248,7 @@ def test_what_int8_has_not_sent_goes_from_session_to_session(tmp_path: Path) -> 
     assert lost.max() < 1e-3 * np.abs(unsent[0]).max(), "fp32 roundings, and nothing else"
 
 
+@pytest.mark.slow  # in test_a_paused_zombie_is_fenced_and_says_so the second claim fences the first, too
 def test_two_processes_for_one_slot(tmp_path: Path) -> None:
     """The second claim fences the first, which ends and says why; the run goes on with one of them."""
     fleet = Fleet(tmp_path, **SLOW, fleet={"steps": ENDLESS})

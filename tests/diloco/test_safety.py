@@ -179,7 +179,14 @@ def test_the_first_steps_are_shorter_as_the_recursion_is(mu: float, rho: float) 
 # ---------------------------------------------------------------------- lr = "auto"
 
 
-@pytest.mark.parametrize(("mu", "rho"), [(mu, rho) for mu, rho in SETTINGS if rho >= 0])
+@pytest.mark.parametrize(
+    ("mu", "rho"),
+    [  # by default the least and the most that momentum adds
+        pytest.param(mu, rho, marks=() if (mu, rho) in ((0.5, 0.0), (0.9, 0.9)) else pytest.mark.slow)
+        for mu, rho in SETTINGS
+        if rho >= 0
+    ],
+)
 def test_auto_steps_as_far_as_a_plain_average_whatever_momentum_adds(mu: float, rho: float) -> None:
     """Measured on the recursion with AutoLR inside."""
     auto, momentum, gone = AutoLR(4000, mu=mu), torch.zeros(4000), []

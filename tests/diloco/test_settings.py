@@ -25,6 +25,7 @@ from diloco.outer.managers.lighthouse import LighthouseManager
 from diloco.run.config import CODECS, ConfigError, OuterConfigError, RunConfig
 from rendezvous.agreement.rules import WEIGHTINGS, Rules
 from rendezvous.stores.memory import MemoryStore
+from tests.support.examples import examples
 
 PARAMETERS = 12  # as many fragments as a test may ask for
 
@@ -104,7 +105,7 @@ tables = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(tables)
 def test_both_ways_in_accept_and_refuse_the_same(table: dict[str, Any]) -> None:
     if table.get("fragments", 1) is not True and isinstance(n := table.get("fragments"), int) and n > PARAMETERS:

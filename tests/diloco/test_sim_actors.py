@@ -27,7 +27,7 @@ HAPPENS = {
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("start, count", [(0, 60), pytest.param(60, 600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start, count", [(0, 24), pytest.param(24, 636, marks=pytest.mark.slow)])
 def test_the_promises_about_places_hold(start: int, count: int) -> None:
     results = [run(draw_acted(seed)) for seed in range(start, start + count)]
     red = [f"seed {r.schedule.seed}: {r.red}\n{r.schedule}" for r in results if r.red]
@@ -41,9 +41,16 @@ def test_the_promises_about_places_hold(start: int, count: int) -> None:
 def test_a_planted_bug_in_places_is_found(name: str) -> None:
     bug = ACTED_BUGS[name]
     with planted(name, ACTED_BUGS):
-        seed = next((s for s in range(bug.seeds) if run(bug.schedule(s)).red), None)
-    assert seed is not None, f"{name}: all of {bug.seeds} schedules stayed green"
+        seed = bug.red_seed(bug.first)
+    assert seed is not None, f"{name}: all schedules from {bug.first} to {bug.seeds} stayed green"
     assert not run(bug.schedule(seed)).red, "the same schedule is red without the bug"
+
+
+@pytest.mark.slow  # the test above begins where it is found today
+@pytest.mark.parametrize("name", [name for name, bug in ACTED_BUGS.items() if bug.first])
+def test_no_earlier_seed_finds_a_planted_bug_in_places(name: str) -> None:
+    with planted(name, ACTED_BUGS):
+        assert ACTED_BUGS[name].red_seed(0) == ACTED_BUGS[name].first, "correct `first`"
 
 
 def _seconds_per_generation(plan: Schedule) -> float:
@@ -100,14 +107,14 @@ def trained_lengths(seeds: Sequence[int]) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize(
-    "seeds", [(0, 1), *(pytest.param((s, s + 1), marks=pytest.mark.slow) for s in range(2, 12, 2))], ids=str
+    "seeds", [(2,), *(pytest.param((s, s + 1), marks=pytest.mark.slow) for s in range(0, 12, 2))], ids=str
 )
 def test_lengths_that_were_trained_on_are_those_of_the_prompts(
     seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long completions are not starved; a replica that drops late bundles fails this test."""
     lengths, of_actors = trained_lengths(seeds)
-    assert len(lengths) > 400 and of_actors > 0.3
+    assert len(lengths) > 200 * len(seeds) and of_actors > 0.3
     assert kolmogorov_p(lengths, 1.5) > 0.05
     monkeypatch.setattr(Generations, "before_inner_step", drops_what_is_late)
     shorter, of_actors = trained_lengths(seeds)

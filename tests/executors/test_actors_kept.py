@@ -2,9 +2,6 @@
 
 import os
 import signal
-import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,55 +24,21 @@ from executors.supervision.costs import Bill, Costs
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, claim, newest_claim, read_control, write_control
-from rendezvous.agreement.rules import Rules
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.clock import SystemClock
-from rendezvous.engine.rendezvous import Rendezvous
-from rendezvous.errors import Fenced
-from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.executors.test_supervisor import HERE as REPLICAS
-from tests.executors.test_supervisor import QUICK, TIMING, found
+from tests.executors.test_supervisor import QUICK, found
 from tests.support.command import asked
 from tests.support.fleet import ENDLESS
-from tests.support.workers import identity
 
-HERE = __name__
+TOYS = "tests.support.toy_actors"
 CLOCK = SystemClock()
-
-# -------------------------------------------------------------------- toys
-
-
-def toy_actor(argv: list[str]) -> int:
-    url, slot = argv[0], argv[2]
-    rv = Rendezvous(
-        FileStore(url.removeprefix("file://")), CLOCK, slot, Rules(), TIMING, **identity(os.getpid())
-    )  # fmt: skip
-    rv.claim()
-    ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: rv.ask_to_leave())
-    rv.members.status.enter_phase("sample", 0)
-    threading.Thread(target=rv.members.run, args=(ended.is_set,), daemon=True).start()
-    try:
-        while not rv.is_leaving and rv.store.get(layout.commit_key(read_control(rv.store).steps - 1)) is None:
-            rv.members.refuse_if_fenced()
-            rv.members.status.inner += 1
-            time.sleep(0.05)
-    except Fenced:
-        return exitcodes.FENCED
-    ended.set()
-    rv.members.write_leave_beat()
-    return exitcodes.LEFT if rv.is_leaving else exitcodes.DONE
-
-
-def broken_actor(argv: list[str]) -> int:
-    print("ImportError: no module named spoons", file=sys.stderr)
-    return exitcodes.USER_ERROR
 
 
 @pytest.fixture
 def executor():
-    made = LocalProcessExecutor([HERE])
+    made = LocalProcessExecutor([TOYS])
     yield made
     made.close()
 
@@ -92,7 +55,7 @@ def kept_by(sessions: Report, slot: str) -> list[str]:
 
 
 def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, executor, monkeypatch):
-    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:toy_actor")
+    monkeypatch.setattr(starts, "ACTOR", f"{TOYS}:toy_actor")
     run = found(tmp_path, steps=ENDLESS)
     write_control(run.store, CLOCK, actors=2)
     priorities = list[tuple[int, int]]()
@@ -121,7 +84,7 @@ def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, exec
 
 
 def test_an_actor_that_cannot_start_ends_no_run(tmp_path, executor, monkeypatch):
-    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:broken_actor")
+    monkeypatch.setattr(starts, "ACTOR", f"{TOYS}:broken_actor")
     run = found(tmp_path)
     write_control(run.store, CLOCK, actors=1)
     assert supervised(run, executor).supervise().code == exitcodes.DONE
@@ -133,7 +96,7 @@ def test_an_actor_that_cannot_start_ends_no_run(tmp_path, executor, monkeypatch)
 
 @pytest.mark.slow
 def test_fewer_actors_wanted_drains_the_last_one(tmp_path, executor, monkeypatch):
-    monkeypatch.setattr(starts, "ACTOR", f"{HERE}:toy_actor")
+    monkeypatch.setattr(starts, "ACTOR", f"{TOYS}:toy_actor")
     run = found(tmp_path, steps=ENDLESS)
     write_control(run.store, CLOCK, actors=2)
 

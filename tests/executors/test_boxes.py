@@ -32,7 +32,7 @@ from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.modal_boxes import ModalBoxes
 from inner.settings.task import SamplingSettings
 from inner.tasks.spec import PRICED, PROVIDERS
-from tests.executors.test_preflight import plan
+from tests.executors.test_preflight import Told, plan
 from tests.inner.test_boxes import write_task
 from tests.inner.test_toolworld import small_folder
 from tests.support.e2b_server import E2bServer
@@ -55,9 +55,25 @@ def bwrap(tmp_path: Path) -> str:
     return f"{write_bwrap(tmp_path / 'bin')}:/usr/bin:/bin"
 
 
-def test_a_run_toml_is_all_that_a_user_writes(folder: Path, bwrap: str) -> None:
-    told = plan(folder, PATH=bwrap)
-    assert told.code == 0 and "harbor:tasks" in told.err and "nothing was started" in told.out
+HELD_OUT = '\n[eval]\ntask = "harbor:tasks"\ntask_size = 9\nevery = 2\n'
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What plan says to two tasks, of which one is trained on, with links; once: it builds a trainer for it."""
+    folder = tmp_path_factory.mktemp("planned")
+    write_task(folder / "tasks/one")
+    write_task(folder / "tasks/two")
+    (folder / "tasks/two/instruction.md").write_text("another one")
+    for i in range(5):
+        (folder / f"tasks/one/tests/{i}.txt").symlink_to("../instruction.md")
+    config = RUN.format(boxes="local").replace('"harbor:tasks"', '"harbor:tasks"\ntask_size = 1') + HELD_OUT
+    (folder / "run.toml").write_text(config)
+    return plan(folder, PATH=f"{write_bwrap(folder / 'bin')}:/usr/bin:/bin")
+
+
+def test_a_run_toml_is_all_that_a_user_writes(planned: Told) -> None:
+    assert planned.code == 0 and "harbor:tasks" in planned.err and "nothing was started" in planned.out
 
 
 def test_a_task_without_a_verifier_is_named(folder: Path, bwrap: str) -> None:
@@ -72,25 +88,22 @@ def test_a_task_that_no_local_box_holds_is_named(folder: Path, bwrap: str) -> No
     assert told.code == 2 and "the Harbor task one: a local box has this machine's /usr" in told.err
 
 
-@pytest.mark.parametrize("links", [1, 5])
-def test_links_that_no_box_gets_are_named(folder: Path, bwrap: str, links: int) -> None:
-    for i in range(links):
-        (folder / f"tasks/one/tests/{i}.txt").symlink_to("../instruction.md")
-    told = plan(folder, PATH=bwrap)
-    more = " and 2 more" if links > 3 else ""
-    assert told.code == 0 and "boxes do not get these links of Harbor tasks" in told.out, told
-    assert "tasks/one/tests/0.txt" in told.out and f"{min(links, 3) - 1}.txt{more}. If a task needs one" in told.out
+def test_links_that_no_box_gets_are_named(planned: Told) -> None:
+    assert planned.code == 0 and "boxes do not get these links of Harbor tasks" in planned.out, planned
+    assert "tasks/one/tests/0.txt" in planned.out and "2.txt and 2 more. If a task needs one" in planned.out
 
 
-def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str) -> None:
-    write_task(folder / "tasks/two")
-    (folder / "tasks/two/instruction.md").write_text("another one")
-    held_out = '\n[eval]\ntask = "harbor:tasks"\ntask_size = 9\nevery = 2\n'
-    config = RUN.format(boxes="local").replace('"harbor:tasks"', '"harbor:tasks"\ntask_size = 1') + held_out
-    (folder / "run.toml").write_text(config)
+@pytest.mark.slow  # as the one above, with another number
+def test_a_link_that_no_box_gets_is_named(folder: Path, bwrap: str) -> None:
+    (folder / "tasks/one/tests/0.txt").symlink_to("../instruction.md")
     told = plan(folder, PATH=bwrap)
-    assert told.code == 0 and "eval.task: 1 rows that are among the training prompts were left out" in told.err, told
-    bare = f"[inner]\nmodel = 'toolworld'\n{held_out}"
+    assert told.code == 0 and "tasks/one/tests/0.txt. If a task needs one" in told.out, told
+
+
+def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str, planned: Told) -> None:
+    assert planned.code == 0, planned
+    assert "eval.task: 1 rows that are among the training prompts were left out" in planned.err, planned
+    bare = f"[inner]\nmodel = 'toolworld'\n{HELD_OUT}"
     (folder / "run.toml").write_text(bare)
     assert "eval.task = 'harbor:tasks' runs in boxes" in plan(folder, PATH=bwrap).err
 

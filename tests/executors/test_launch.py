@@ -71,6 +71,9 @@ def read(name: str = "train.py", *arguments: str, more: tuple[str, ...] = (), is
     return read_script(name, arguments, is_module=is_module, more=more, fleet=FleetConfig())
 
 
+LIGHT = ("--executor", "local", "--option", "preload=diloco.replica.replica")  # these scripts end before they need more
+
+
 def diloco(*words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "executors.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -443,14 +446,14 @@ def test_a_script_that_fails_after_its_training_is_told_and_everywhere_it_is_a_f
 @pytest.mark.slow
 def test_a_script_that_never_joins_ends_the_run_with_one_sentence(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nprint('nothing to do')\n")
-    done = diloco("launch", "--replicas", "1", "train.py")
+    done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
     assert done.returncode == exitcodes.USER_ERROR
     assert "train.py ended and never joined the run, so nothing was averaged" in done.stderr + done.stdout
 
 
 def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nimport no_such_package\n")
-    done = diloco("launch", "--replicas", "1", "train.py")
+    done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
     assert done.returncode == exitcodes.USER_ERROR
     said = done.stderr + done.stdout
     assert "No module named 'no_such_package'" in said and "train.py raised ModuleNotFoundError" in said
@@ -461,7 +464,7 @@ def test_a_refusal_of_the_callback_ends_the_run_with_its_sentence_alone(folder: 
     (folder / "train.py").write_text(
         "# DiLoCoCallback\nfrom diloco import OuterError\nraise OuterError('no fp16 here')\n"
     )
-    done = diloco("launch", "--replicas", "1", "train.py")
+    done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
     said = done.stderr + done.stdout
     assert done.returncode == exitcodes.USER_ERROR
     assert "train.py: no fp16 here" in said and "Traceback" not in said
@@ -469,7 +472,7 @@ def test_a_refusal_of_the_callback_ends_the_run_with_its_sentence_alone(folder: 
 
 def test_a_script_that_exits_with_a_message_ends_the_run_with_it(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nimport sys\nsys.exit('no token for the judge')\n")
-    done = diloco("launch", "--replicas", "1", "train.py")
+    done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
     assert done.returncode == exitcodes.USER_ERROR
     assert "train.py ended with sys.exit('no token for the judge')" in done.stderr + done.stdout
 

@@ -26,6 +26,8 @@ from rendezvous.store import Body, Buffer, Store
 from tests.support.cloud import CloudExecutor
 from tests.support.world import LIMITS, World
 
+pytestmark = pytest.mark.usefixtures("decoded_once")
+
 LEAVES_S = 60  # from the end of the lease until no replica runs
 GPUS = [Place("modal", gpu=("H100",)).to_dict()]
 

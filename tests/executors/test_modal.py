@@ -139,8 +139,9 @@ def test_names_of_apps() -> None:
     assert app_name("s3://b/runs/a").startswith("diloco-b-runs-a-")
 
 
-def test_thirty_two_are_launched_at_once(platform, executor, run, tmp_path, monkeypatch) -> None:
-    """32 take as many round trips as one: what is asked for every replica is in flight together."""
+@pytest.mark.parametrize("many", [8, pytest.param(32, marks=pytest.mark.slow)])
+def test_many_are_launched_at_once(platform, executor, run, tmp_path, monkeypatch, many: int) -> None:
+    """They take as many round trips as one: what is asked for every replica is in flight together."""
     server = platform.server
     monkeypatch.setattr("executors.platforms.on_modal.executor.ANSWER_S", WAIT_S)
 
@@ -156,13 +157,13 @@ def test_thirty_two_are_launched_at_once(platform, executor, run, tmp_path, monk
     platform.hold(True)  # this is about launching
     launch(0, 1)  # deploys
     assert requests(lambda: launch(1, 2)) == {"DictContents": 1, "FunctionMap": 1, "DictUpdate": 2}
-    spawned = server.gather("FunctionMap", 32)
-    noted = server.gather("DictUpdate", 32, lambda request: request.if_not_exists)  # the announcement is for all
-    assert requests(lambda: launch(2, 34)) == {"DictContents": 1, "FunctionMap": 32, "DictUpdate": 33}
+    spawned = server.gather("FunctionMap", many)
+    noted = server.gather("DictUpdate", many, lambda request: request.if_not_exists)  # the announcement is for all
+    assert requests(lambda: launch(2, 2 + many)) == {"DictContents": 1, "FunctionMap": many, "DictUpdate": many + 1}
     handles = executor.find(run)
-    looked = server.gather("FunctionGetOutputs", 32), server.gather("DictContains", 32)
-    assert requests(lambda: pending(executor, handles)) == {"FunctionGetOutputs": 34, "DictContains": 34}
-    assert [t.most for t in (spawned, noted, *looked)] == [32] * 4, "one waited for the other"
+    looked = server.gather("FunctionGetOutputs", many), server.gather("DictContains", many)
+    assert requests(lambda: pending(executor, handles)) == {"FunctionGetOutputs": many + 2, "DictContains": many + 2}
+    assert [t.most for t in (spawned, noted, *looked)] == [many] * 4, "one waited for the other"
 
 
 def pending(executor: ModalExecutor, handles: list[Handle]) -> None:

@@ -65,12 +65,16 @@ PAIR = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return a_task(tmp_path)
+
+
+def a_task(folder: Path) -> Path:
     """A config that is right, and its files."""
-    (tmp_path / "run.toml").write_text(CONFIG)
-    (tmp_path / "reward.py").write_text(REWARD)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT) + "\n")
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
-    return tmp_path
+    (folder / "run.toml").write_text(CONFIG)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "prompts.jsonl").write_text(json.dumps(PROMPT) + "\n" + json.dumps(PROMPT) + "\n")
+    (folder / "pairs.jsonl").write_text(json.dumps(PAIR) + "\n")
+    return folder
 
 
 UNREACHED = 75  # all is right with it, and the bucket s3://bucket/run, of which there is none, gives no answer
@@ -89,17 +93,20 @@ def where(executor: str, folder: Path) -> list[str]:
 
 
 DRIVER = """
-import io, json, sys, time
+import io, json, os, sys, time
 from contextlib import redirect_stderr, redirect_stdout
 from executors.cli.main import main
 told = []
-for argv in json.loads(sys.argv[1]):
+for argv, environ in json.loads(sys.argv[1]):
     began, out, err = time.monotonic(), io.StringIO(), io.StringIO()
+    os.environ.update(environ)
     with redirect_stdout(out), redirect_stderr(err):
         try:
             code = main(argv)
         except SystemExit as left:
             code = left.code
+    for name in environ:
+        del os.environ[name]
     told.append([code, out.getvalue(), err.getvalue(), time.monotonic() - began])
 heavy = sorted({"torch", "trl", "transformers", "datasets", "modal"} & set(sys.modules))
 print(json.dumps({"told": told, "heavy": heavy}))
@@ -114,15 +121,23 @@ class Told:
     took: float
 
 
+Asked = tuple[list[str], dict[str, str]]  # a command, and its variables
+
+
 def plans(folder: Path, *argvs: list[str], **environ: str) -> tuple[list[Told], list[str]]:
-    """`diloco plan run.toml …`, one after the other in one process, as a user has it: no keys, no network beyond
+    """`diloco plan run.toml …`, one after the other in one process.  -> as `say_all`."""
+    return say_all(folder, [(["plan", str(folder / "run.toml"), *argv], {}) for argv in argvs], **environ)
+
+
+def say_all(folder: Path, asked: list[Asked], **environ: str) -> tuple[list[Told], list[str]]:
+    """Commands with their variables, one after the other in one process, as a user has it: no keys, no network beyond
     loopback.  -> what each said, and the heavy modules that were imported for it.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "HF_", "DILOCO_"))}
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf"), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     env = {**kept, **offline, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'data' / 'stubs'}", **environ}
-    asked = json.dumps([["plan", str(folder / "run.toml"), *argv] for argv in argvs])
-    done = subprocess.run([sys.executable, "-c", DRIVER, asked], capture_output=True, text=True, env=env, timeout=120)
+    command = [sys.executable, "-c", DRIVER, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     return [Told(*row) for row in answer["told"]], answer["heavy"]
@@ -338,19 +353,63 @@ SLOW = {  # each plan of them runs the reward in a process of its own; the other
     "a reward that imports what is not here", "a reward that returns NaN",
     "a typo that shows when the reward is called",
 }  # fmt: skip
+TRIED = ("local", "hf-jobs")  # where the rewards that every day has are tried; all five: "…elsewhere", slow
+MARKED = [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name in SLOW else ()) for m in MISTAKES]
 
 
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.name in SLOW else ()) for m in MISTAKES]
-)
-def test_a_mistake_is_refused_on_every_platform_without_torch(folder: Path, mistake: Mistake) -> None:
-    made(mistake, folder)
-    argvs = [[*where(executor, folder), *mistake.argv] for executor in mistake.on]
-    told, heavy = plans(folder, *argvs, **dict(mistake.environ))
+def is_tried(mistake: Mistake) -> bool:
+    """Whether a plan finds it by a process that runs the reward."""
+    return any(name == "reward.py" for name, _ in mistake.files) and "SyntaxError" not in mistake.says
+
+
+def places_of(mistake: Mistake) -> tuple[str, ...]:
+    return TRIED if is_tried(mistake) and mistake.name not in SLOW else mistake.on
+
+
+def asked(mistake: Mistake, folder: Path, places: tuple[str, ...]) -> list[Asked]:
+    made(mistake, a_task(folder))
+    plan = ["plan", str(folder / "run.toml")]
+    return [([*plan, *where(executor, folder), *mistake.argv], dict(mistake.environ)) for executor in places]
+
+
+Answers = dict[str, tuple[Path, list[Told]]]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What plan says to the mistakes of every day, all from one process: most of one is its start."""
+    mistakes = [mistake for mistake in MISTAKES if mistake.name not in SLOW]
+    folders = {mistake.name: tmp_path_factory.mktemp("mistake") for mistake in mistakes}
+    rows = [asked(mistake, folders[mistake.name], places_of(mistake)) for mistake in mistakes]
+    told, heavy = say_all(tmp_path_factory.mktemp("home"), [one for row in rows for one in row])
+    assert heavy == []
+    left = iter(told)
+    return {m.name: (folders[m.name], [next(left) for _ in row]) for m, row in zip(mistakes, rows, strict=True)}
+
+
+def assert_refused(mistake: Mistake, folder: Path, told: list[Told]) -> None:
     for answer in told:
         err = refused(answer, folder)
         assert not [word for word in mistake.says if word not in err], err
+
+
+@pytest.mark.parametrize("mistake", MARKED)
+def test_a_mistake_is_refused_on_every_platform_without_torch(
+    request: pytest.FixtureRequest, tmp_path: Path, mistake: Mistake
+) -> None:
+    if mistake.name not in SLOW:
+        assert_refused(mistake, *request.getfixturevalue("answers")[mistake.name])
+        return
+    told, heavy = say_all(tmp_path, asked(mistake, tmp_path, mistake.on))
+    assert_refused(mistake, tmp_path, told)
     assert heavy == []
+
+
+@pytest.mark.slow  # the test above tries these on TRIED, and one SyntaxError on all
+@pytest.mark.parametrize("mistake", [m for m in MISTAKES if is_tried(m) and m.name not in SLOW], ids=lambda m: m.name)
+def test_a_reward_that_is_tried_is_refused_elsewhere_too(tmp_path: Path, mistake: Mistake) -> None:
+    places = tuple(place for place in mistake.on if place not in TRIED)
+    assert_refused(mistake, tmp_path, say_all(tmp_path, asked(mistake, tmp_path, places))[0])
 
 
 def test_keys_that_nobody_named(folder: Path) -> None:

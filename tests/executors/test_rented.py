@@ -22,6 +22,8 @@ from tests.rendezvous.test_keeping import fill
 from tests.support.cloud import CloudExecutor
 from tests.support.world import Beating, World
 
+pytestmark = pytest.mark.usefixtures("decoded_once")
+
 
 @pytest.fixture
 def world(tmp_path):
@@ -538,9 +540,15 @@ def test_the_run_ends_before_its_budget_is_passed(tmp_path):
     assert all(j.code == exitcodes.LEFT and j.cancels == 0 for j in world.cloud.jobs.values())  # by themselves
 
 
-@pytest.mark.parametrize("overwritten", [False, True])
-@pytest.mark.parametrize("seconds", [100, 1700])  # a bill of one lease, and of several
-def test_a_removed_supervisor_log_gives_no_money_back(tmp_path, overwritten, seconds):
+@pytest.mark.parametrize(
+    ("seconds", "overwritten"),  # a bill of one lease, and of several; each with the other way is slow
+    [
+        (100, True),
+        (1700, False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((100, False), (1700, True))),
+    ],
+)
+def test_a_removed_supervisor_log_gives_no_money_back(tmp_path, seconds, overwritten):
     world = World(tmp_path, max_usd=10.0)
     world.started()
     world.pass_time(seconds)

@@ -39,14 +39,16 @@ def test_a_stdout_that_cannot_encode_gets_question_marks(run: str, words: str, l
     assert done.stdout.isascii() and len(done.stdout) > 40
 
 
-CLOSED = [
-    (closed, verb) for verb in ("verify {}", "explain {} --step 1") for closed in (">&- 2>&-", "<&- >&-", "<&-", ">&-")
-]
+CLOSINGS = (">&- 2>&-", "<&- >&-", "<&-", ">&-")
+CLOSED = [(closed, verb) for verb in ("verify {}", "explain {} --step 1") for closed in CLOSINGS]
 
 
 @pytest.mark.parametrize(
     ("closed", "verb"),
-    [CLOSED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in CLOSED[1:])],
+    [
+        *((closed, "status {}") for closed in CLOSINGS),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in CLOSED),  # these import torch, to the same end
+    ],
 )
 def test_closed_streams_change_no_exit_code(run: str, closed: str, verb: str) -> None:
     plain, done = say(verb.format(run)), say(f"{verb.format(run)} {closed}")

@@ -38,6 +38,7 @@ def test_quickstart() -> None:
     assert "Verdict: PASS" in said
 
 
+@pytest.mark.slow  # test_quickstart is its quick half; a GGUF file is read in inner/test_gguf.py
 def test_quickstart_takes_a_gguf_file(tmp_path: Path) -> None:
     """It said that the file is not valid JSON."""
     write_gguf(tmp_path / "m.gguf")

@@ -53,7 +53,10 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
             "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco",
             marks=pytest.mark.slow,
         ),
-        ("trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train"),
+        pytest.param(  # as httpx below, after an import of torch
+            "trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train",
+            marks=pytest.mark.slow,
+        ),
         ("httpx", "from inner import replay_trace; replay_trace([], [], 1.0)", "replay"),
         ("matplotlib", "from diloco.views.page.charts import write_picture; write_picture(None, None)", "report"),
     ],

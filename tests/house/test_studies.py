@@ -444,16 +444,20 @@ def grad_norm(correction: str, bundle: Bundle) -> float:
     return loop.pop_metrics()["grad_norm"]
 
 
+@pytest.fixture(scope="module")
+def plain(bundle: Bundle) -> float:
+    return grad_norm("off", bundle)
+
+
 @pytest.mark.parametrize(
     ("correction", "factor", "tokens", "counts"),
     [("off", 4.0, 99, 1), ("token", 1.5, 99, 1.5), ("token", 4.0, 99, 2), ("sequence", 2.5, 1, 2.5),
      ("sequence", 0.5, 1, 0.5), ("sequence", 1.5, 2, 2.25), ("sequence", 4.0, 1, 0)],
 )  # fmt: skip
 def test_each_correction_weighs_the_loss_as_the_page_says(
-    correction: str, factor: float, tokens: int, counts: float, bundle: Bundle
+    correction: str, factor: float, tokens: int, counts: float, bundle: Bundle, plain: float
 ) -> None:
     """Beyond the guard's limit, too: it is off."""
-    plain = grad_norm("off", bundle)
     found = grad_norm(correction, likelier(bundle, factor, tokens))
     assert plain > 0 and found == pytest.approx(counts * plain, rel=2e-3, abs=1e-6)
 

@@ -130,6 +130,14 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
     return loop, AdapterServer(address, loop.model.peft_config["default"], name="a07", folder=folder, **named)
 
 
+@pytest.fixture(scope="module")
+def loaded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An engine with its adapter: what an answer lacks does not change it."""
+    loop, engine = a_server_engine(served[0], tmp_path_factory.mktemp("loaded"))
+    engine.load(loop.model.named_parameters())
+    return engine
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -159,11 +167,9 @@ def a_server_engine(address: str, folder: Path, **named: Any) -> tuple[Any, Any]
     ],
 )
 def test_answers_without_ids_or_log_probs_end_the_actor_with_a_sentence(
-    server: Served, tmp_path: Path, change: Any, words: str
+    server: Served, loaded: Any, change: Any, words: str
 ) -> None:
-    address, state = server
-    loop, engine = a_server_engine(address, tmp_path)
-    engine.load(loop.model.named_parameters())
+    engine, (_, state) = loaded, server
     state.change = change
     with pytest.raises(InnerError, match=f"(?s){words}.*An actor needs `return_token_ids`"):
         engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset({9}), 7))

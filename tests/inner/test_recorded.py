@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,20 @@ def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int)
 
 def a_bundle() -> tuple[Bundle, Kept]:
     kept = Kept()
-    trained(1, kept)
+    kept.bodies.update(recorded_once())
     return Bundle.unpack(kept.bodies[BundlePlace(0, 0, 0)]), kept
+
+
+@cache
+def recorded_once() -> dict[BundlePlace, bytes]:
+    kept = Kept()
+    trained(1, kept)
+    return kept.bodies
+
+
+@cache
+def one_step_alone() -> torch.Tensor:
+    return trained(1, None)[0]
 
 
 def test_bytes_tell_what_was_packed() -> None:
@@ -146,7 +159,7 @@ def test_a_bundle_that_does_not_fit_is_made_again(change: dict[str, Any], words:
     if "prompt_ids" in change:
         change = {"prompt_ids": [*bundle.prompt_ids[:-1], [*bundle.prompt_ids[-1][:-1], 1]]}
     kept.bodies[BundlePlace(0, 0, 0)] = replace(bundle, **change).pack()
-    alone, _ = trained(1, None)
+    alone = one_step_alone()
     here, _ = trained(1, kept)
     assert words in kept.refused[0] and torch.equal(alone, here) and not kept.found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inner import (
@@ -24,6 +24,7 @@ from inner import (
 from inner.replay.actions import action_key, action_message, action_text
 from inner.replay.teachers import TeacherAction
 from inner.replay.wire import wire_messages
+from tests.support.examples import examples
 
 USER = [{"role": "user", "content": "Fix the test."}]
 
@@ -83,6 +84,7 @@ SCALAR = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(SCALAR, lambda part: st.lists(part) | st.dictionaries(st.text(), part), max_leaves=6)
 
 
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(st.text(), st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), JSON)), max_size=3))
 def test_an_action_is_read_back_as_it_was_written(words: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]

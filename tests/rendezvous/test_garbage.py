@@ -233,7 +233,7 @@ def test_a_killed_collector_is_finished_by_the_next(store: Store) -> None:
         assert blobs(store, "delta/") == list(range(16, 28)), f"killed at call {calls}"
         assert blobs(store, "mean/") == list(range(20, 28)), f"killed at call {calls}"
         assert blobs(store, "snapshots/") == [20, 25]
-        calls += 1 if isinstance(store, MemoryStore) else 7
+        calls += 1 if isinstance(store, MemoryStore) else 17
     assert calls > 10
 
 

@@ -52,6 +52,7 @@ from tests.sim.observer import Observer, Violation
 from tests.sim.places import Loss, Places, draw_loss
 from tests.sim.replica import Process
 from tests.sim.store import BLOBS, SimClock, SimStore, may_rot
+from tests.support.fakes import remembered_records
 
 TAG = re.compile(rb',"seal":"[0-9a-f]{64}"}\Z')
 RULES = Rules(fragments=1, sync_every=4, max_carry=2, snapshot_every=3)
@@ -266,7 +267,7 @@ class World:
         self._hub.switch()
 
     def run(self) -> None:
-        with seeded_nonces(self._nonces):
+        with seeded_nonces(self._nonces), remembered_records():
             try:
                 self.fleet.begin()
                 if self.plan.acting is not None:

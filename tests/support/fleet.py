@@ -38,7 +38,7 @@ TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
 PRELOAD = [
     "torch", "transformers", "diloco.replica.replica", "diloco.outer.managers.manager", "diloco.outer.loop",
     "diloco.model.export", "inner.train.build", "inner.train.supervised", "inner.usercode.check", "inner.train.grpo",
-    "tests.support.victim",
+    "tests.support.victim", "tests.support.warm",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What a local GRPO run imports, in all its processes, and what of that it never uses.
 
-    measure(folder)      diloco train ─▶ fork server ─▶ replicas      each under a profile hook
+    measure(folder)      diloco train ─▶ fork server ─▶ replicas      each under a trace hook
                          module executors/cli/main.py                 which appends each code object once to one file
                          function executors/cli/main.py main
 
@@ -38,11 +38,12 @@ def _note(frame, event, argument):
         kind = "module" if code.co_name == "<module>" else "function"
         if kind == "module" or code.co_flags & 1 and not code.co_name.startswith("<"):  # 1: no class body
             os.write(_to, f"{kind} {code.co_filename[len(_root):]} {code.co_qualname}\\n".encode())
-sys.setprofile(_note)
-threading.setprofile(_note)
+sys.settrace(_note)
+threading.settrace(_note)
 """
 CONFIG = """[inner]
 model = "toolworld"
+toolworld.warm_start_steps = 1
 batch_size = 8
 [outer]
 sync_every = 2

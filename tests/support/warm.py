@@ -1,0 +1,11 @@
+"""What every replica does once after its imports: a fork server that has done it forks quicker ones (fleet.py).
+
+Not promised: that a child needs all of it.
+"""
+
+import torchft  # noqa: F401  its telemetry is a third of a small replica's imports
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+import diloco.outer.in_place  # noqa: F401
+
+get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once per process
