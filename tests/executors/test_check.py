@@ -255,7 +255,7 @@ def test_nothing_to_try() -> None:
     with pytest.raises(InnerError, match="needs a reward function"):
         try_reward(InnerConfig(model="toolworld"), {})
     own = InnerConfig(model="toolworld", data={"prompts": "rows.jsonl"}, sampling={"environment": "world.py:World"})
-    with pytest.raises(InnerError, match="without a rollout: .* with --steps 1 tries it"):  # it may have get_reward
+    with pytest.raises(InnerError, match=r"without a rollout: .* with --steps 1 tries it"):  # it may have get_reward
         try_reward(own, {})
 
 

@@ -567,7 +567,7 @@ def test_an_environments_own_reward_ends_with_the_line_of_its_class() -> None:
 def test_an_object_ends_with_its_line_and_a_packages_reward_without_one() -> None:
     """Before: `python '?'` and `python toolworld.py`."""
     with pytest.raises(
-        RewardFailed, match="line .*: raise ValueError.*\n.*\n  next: correct the line; `python test_rew"
+        RewardFailed, match=r"line .*: raise ValueError.*\n.*\n  next: correct the line; `python test_rew"
     ):
         score_batch(BrokenObject())
     with pytest.raises(RewardFailed, match="no line of your files was running; check the settings") as caught:
