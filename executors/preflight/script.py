@@ -75,11 +75,12 @@ def read_script(
             "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
         )
     folders = [*dict.fromkeys((here, base))]
-    files = {**dict(_named(folders, siblings, arguments, more)), **dict(_code(base, siblings))}
-    ignored = _left_out(folders, files, [os.path.normpath(one) for one in more])
+    placed = [_place(folders, one) for one in more]
+    asked = {name: file for text, place in zip(more, placed, strict=True) for name, file in _asked_for(text, *place)}
+    files = {**dict(_named(folders, siblings, arguments)), **asked, **dict(_code(base, siblings))}
+    ignored = _left_out(folders, files, {_name_below(base, path) for base, path in placed})
     unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
-    asked = {name for name, _ in _named(folders, [], [], more)}
-    keys = {one for one in set(files) - asked if not is_code(one) and holds_secret(files[one])}
+    keys = {one for one in set(files) - set(asked) if not is_code(one) and holds_secret(files[one])}
     unsent |= {one: KEY_STAYS.format(shlex.quote(one)) for one in keys}
     unsent |= {one: SECRET_STAYS for one, file in files.items() if is_secret(one) or is_secret(file.resolve().name)}
     sent = {one: file for one, file in files.items() if one not in unsent}
@@ -160,10 +161,8 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         yield name, code
 
 
-def _named(
-    folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
-) -> Iterator[tuple[str, Path]]:
-    """Yield (path in the run's folder, file) of files that the code or an argument names, and files of --file.
+def _named(folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of files that the code or an argument names.
 
     folders: where to look; the first that has a file counts."""
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
@@ -171,14 +170,9 @@ def _named(
         for base in reversed(folders):
             with suppress(OSError, ValueError):  # a string may be anything
                 file = base / os.path.normpath(text)
-                inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
-                if inside and file.is_file():
+                is_inside = file.is_file() and file.resolve().is_relative_to(base.resolve())
+                if is_inside and not Path(text).is_absolute():
                     yield os.path.normpath(text), file
-    for text in more:
-        found = [(base, Path(os.path.abspath(where / text))) for where in folders for base in folders]
-        inside = [(base, path) for base, path in found if path.exists() and path.is_relative_to(base)]
-        base, path = inside[0] if inside else found[0]
-        yield from _asked_for(base, text, path)
 
 
 def _name_below(base: Path, code: Path) -> str:
@@ -192,19 +186,30 @@ def _strings(code: Path) -> Iterator[str]:
             yield node.value
 
 
-def _asked_for(base: Path, text: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of one --file, which may be a folder.   text: as you typed it.   Raises UsageError."""
-    if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
-        raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
+def _place(folders: Sequence[Path], text: str) -> tuple[Path, Path]:
+    """Return (folder of the run, file) of one --file.   text: as you typed it.   Raises UsageError."""
+    for where in folders:
+        typed = Path(os.path.abspath(where / text))
+        real = Path(os.path.realpath(typed))  # links above a folder of the run are no part of the file's name in it
+        for path in (typed, Path(os.path.realpath(typed.parent), typed.name), real):
+            for base in folders:
+                if path.exists() and path.is_relative_to(base) and real.is_relative_to(base.resolve()):
+                    return base, path
+    raise UsageError(f"--file {text}: there is no such file in {folders[0]}. Give a path inside this folder")
+
+
+def _asked_for(text: str, base: Path, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of one --file, which may be a folder.   Raises UsageError."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if not file.is_file() or {"__pycache__", ".git"} & set(file.relative_to(base).parts):
             continue
-        if is_secret(name := file.relative_to(base).as_posix()):
-            raise UsageError(f"--file {text}: {name} has the name of a secret. Replicas get secrets by --secret")
+        name = file.relative_to(base).as_posix()
+        if secret := [one for one in (name, file.resolve().name) if is_secret(one)]:
+            raise UsageError(f"--file {text}: {secret[0]} has the name of a secret. Replicas get secrets by --secret")
         yield name, file
 
 
-def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Sequence[str]) -> set[str]:
+def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Collection[str]) -> set[str]:
     """Return data files that git ignores and --file does not name. A named folder that git ignores is sent whole."""
     ignored = set[str]()
     for base in folders:
@@ -215,13 +220,19 @@ def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Sequence
 
 
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
-    """Return the names that git ignores; an empty set without git or outside a repository."""
-    with suppress(OSError):
-        asked = subprocess.run(
-            ["git", "check-ignore", "-z", "--stdin"], cwd=base, input="\0".join(names), capture_output=True, text=True
-        )  # fmt: skip
-        return {name for name in asked.stdout.split("\0") if name}
-    return set()
+    """Return the names that git ignores; an empty set without git or outside a repository.
+
+    git refuses all names if one is in a submodule or behind a link, so each folder is asked about its own."""
+    places = {name: ((base / name).parent.resolve(), (base / name).name) for name in names}
+    ignored = set[tuple[Path, str]]()
+    for folder in {folder for folder, _ in places.values()}:
+        own = "\0".join(file for beside, file in places.values() if beside == folder)
+        with suppress(OSError):
+            asked = subprocess.run(
+                ["git", "check-ignore", "-z", "--stdin"], cwd=folder, input=own, capture_output=True, text=True
+            )
+            ignored |= {(folder, file) for file in asked.stdout.split("\0")}
+    return {name for name, place in places.items() if place in ignored}
 
 
 def _refuse_large(files: dict[str, Path]) -> None:
