@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import subprocess
+import tokenize
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ JOINS = ("DiLoCoCallback", "make_diloco")
 KEY_STAYS = "which holds a key: give its value by --secret; --file {} sends it"
 SECRET_STAYS = "which has the name of a secret: give its value by --secret, or the file another name"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
+NAMED = re.compile(  # `rewards.score`, also several with commas between; `rewards:score`; `sub/rewards.py`
+    r"(?<![\w./:-])(?:(\w+(?:\.\w+)+|\w+(?=:\w))|((?:\./)*\w+(?:/\w+)*)\.py)(?![\w./-])"
+)
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
 OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}
 
@@ -122,7 +126,8 @@ def _module_file(name: str, base: Path) -> Path:
 def _source(path: Path) -> str:
     """Return the file's text.   Raises UsageError if it is not valid Python."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:
+            text = file.read()
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
@@ -138,9 +143,9 @@ def is_code(name: str) -> bool:
 
 
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
-    """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
-    words = {part for text in arguments for part in (text, text.partition("=")[2])}
-    stems = [base / word.replace(".", "/") for word in sorted(words) if re.fullmatch(r"\w+(\.\w+)+", word)]
+    """Return modules of the base folder that an argument names (NAMED), and their imports."""
+    named = {found for text in arguments for found in NAMED.findall(text)}
+    stems = [base / (dotted or below).replace(".", "/").lstrip("/") for dotted, below in sorted(named)]
     found = list[Path]()
     for stem in stems:  # `pkg.rewards.score`: pkg/rewards.py
         below = [above for above in (stem, *stem.parents) if above != base and above.is_relative_to(base)]
@@ -181,7 +186,7 @@ def _name_below(base: Path, code: Path) -> str:
 
 
 def _strings(code: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(code.read_bytes())):
+    for node in ast.walk(ast.parse(_source(code))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
             yield node.value
 

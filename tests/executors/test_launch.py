@@ -303,14 +303,46 @@ def test_of_its_own_package_a_module_takes_only_what_it_imports(folder: Path) ->
 
 def test_modules_that_an_argument_or_all_names_are_sent(folder: Path) -> None:
     for name, text in {
-        "__init__": "", "train": "# DiLoCoCallback\nfrom .models import *\n", "models/__init__": "__all__ = ['big']\n",
-        "models/big": "", "rewards": "from . import shapes\n", "shapes": "", "unused": "",
+        "__init__": "", "train": "# DiLoCoCallback\nfrom .models import *\n", "unused": "",
+        "models/__init__": "__all__ = ['big', 'deep']\n", "models/big": "", "models/deep/layers": "",
+        "models/deep/__init__": "from . import layers\n", "rewards": "from . import shapes\n", "shapes": "",
     }.items():  # fmt: skip
         (folder / "pkg" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / "pkg" / f"{name}.py").write_text(text)
     found = read("pkg.train", "--reward_funcs", "pkg.rewards.score", is_module=True).config.files
     needed = ("__init__", "train", "models/__init__", "models/big", "rewards", "shapes")
-    assert set(found) == {f"pkg/{name}.py" for name in needed}
+    assert set(found) == {f"pkg/{name}.py" for name in (*needed, "models/deep/__init__", "models/deep/layers")}
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("--reward=rewards.maths:score", ["rewards/maths.py", "shapes.py"]),
+        ("rewards.maths.score,shapes.f", ["rewards/maths.py", "shapes.py"]),
+        ("['rewards.maths.score']", ["rewards/maths.py", "shapes.py"]),
+        ("rewards/maths.py", ["rewards/maths.py", "shapes.py"]),
+        ("./rewards/maths.py:score", ["rewards/maths.py", "shapes.py"]),
+        ("shapes:f", ["shapes.py"]),
+        ("https://rewards.maths/shapes.py", []),
+        ("meta/shapes-1.py", []),
+        ("1.5e-3", []),
+    ],
+)
+def test_an_argument_may_name_modules_in_several_ways(typed: str, sent: list[str], folder: Path) -> None:
+    """Before: `rewards.score` alone; a path without its imports."""
+    (folder / "rewards").mkdir()
+    (folder / "rewards/maths.py").write_text("import shapes\n")
+    (folder / "shapes.py").write_text("")
+    assert sorted(read("train.py", typed).config.files) == sorted(["helper.py", "rows.json", "train.py", *sent])
+
+
+def test_a_module_that_python_cannot_read_is_refused(folder: Path) -> None:
+    """Before: the traceback of a SyntaxError."""
+    (folder / "helper.py").write_bytes(b"# coding: latin-1\nEVERY = '\xe4'\n")
+    assert "helper.py" in read().config.files
+    (folder / "helper.py").write_text("EVERY = (\n")
+    with pytest.raises(UsageError, match=r"helper\.py, line 1: EVERY = \(: .* Correct the line"):
+        read()
 
 
 def test_each_local_package_is_walked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
