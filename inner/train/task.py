@@ -50,16 +50,11 @@ def _with_world(config: InnerConfig, task: Task) -> Task:
     """Return the task, with ToolWorld's parts in place of parts that the user did not give."""
     from inner.worlds.toolworld import ToolWorld
 
-    own = task.environment if isinstance(task.environment, type) or task.make is None else type(task.make())
-    if task.rows:
-        from inner.usercode.check import check_world
-
-        check_world(config, task.rows, own)
     world = ToolWorld(kinds=config.toolworld.kinds, names=config.toolworld.names)
     return replace(
         task,
         rows=task.rows or world.rows(),
-        rewards=task.rewards or ([] if hasattr(own, "get_reward") else [world.reward]),
+        rewards=task.rewards or ([] if hasattr(task.environment, "get_reward") else [world.reward]),
         environment=task.environment or world.environment(),
         hint=task.hint if task.environment else world.hint,
     )
