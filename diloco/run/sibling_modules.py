@@ -86,7 +86,8 @@ def _files_of(folder: Path, name: str, own: str) -> list[Path]:
     """Return the files of a module in this folder, of another package than `own` all files; [] for other names."""
     parts = name.split(".")
     if parts[0] == own and parts[-1] == "*":  # __all__ may name modules
-        return sorted(folder.joinpath(*parts[:-1]).glob("*.py"))
+        package = folder.joinpath(*parts[:-1])
+        return sorted([*package.glob("*.py"), *package.glob("*/__init__.py")])
     if parts[0] == own:
         stems = [folder.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)]
         return [p for stem in stems for p in (stem / "__init__.py", stem.parent / f"{stem.name}.py") if p.is_file()]

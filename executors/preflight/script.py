@@ -18,6 +18,7 @@ import os
 import re
 import shlex
 import subprocess
+import tokenize
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ JOINS = ("DiLoCoCallback", "make_diloco")
 KEY_STAYS = "which holds a key: pass its value by --secret; --file {} sends the file"
 SECRET_STAYS = "which has the name of a secret: pass its value by --secret, or rename the file"
 BLOCK = re.compile(r"^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$", re.M)  # PEP 723
+NAMED = re.compile(  # `rewards.score`, also several with commas between; `rewards:score`; `sub/rewards.py`
+    r"(?<![\w./:-])(?:(\w+(?:\.\w+)+|\w+(?=:\w))|((?:\./)*\w+(?:/\w+)*)\.py)(?![\w./-])"
+)
 OPTIONS = {"--run", "--replicas", "--executor", "--place", "--gpu", "--max-usd", "--max-hours", "--detach", "--file"}
 OURS = {"serverless-diloco", "torch", "transformers", "trl", "datasets", "peft", "accelerate", "numpy"}
 
@@ -75,11 +79,12 @@ def read_script(
             "trainer callbacks=[DiLoCoCallback()] (from diloco import DiLoCoCallback); docs/scripts.md shows more"
         )
     folders = [*dict.fromkeys((here, base))]
-    files = {**dict(_named(folders, siblings, arguments, more)), **dict(_code(base, siblings))}
-    ignored = _left_out(folders, files, [os.path.normpath(one) for one in more])
+    placed = [_place(folders, one) for one in more]
+    asked = {name: file for text, place in zip(more, placed, strict=True) for name, file in _asked_for(text, *place)}
+    files = {**dict(_named(folders, siblings, arguments)), **asked, **dict(_code(base, siblings))}
+    ignored = _left_out(folders, files, {_name_below(base, path) for base, path in placed})
     unsent = {one: f"which git ignores; --file {shlex.quote(one)} sends it" for one in ignored}
-    asked = {name for name, _ in _named(folders, [], [], more)}
-    keys = {one for one in set(files) - asked if not is_code(one) and holds_secret(files[one])}
+    keys = {one for one in set(files) - set(asked) if not is_code(one) and holds_secret(files[one])}
     unsent |= {one: KEY_STAYS.format(shlex.quote(one)) for one in keys}
     unsent |= {one: SECRET_STAYS for one, file in files.items() if is_secret(one) or is_secret(file.resolve().name)}
     sent = {one: file for one, file in files.items() if one not in unsent}
@@ -121,7 +126,8 @@ def _module_file(name: str, base: Path) -> Path:
 def _source(path: Path) -> str:
     """Return the file's text.   Raises UsageError if it is not valid Python."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with tokenize.open(path) as file:
+            text = file.read()
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:  # UnicodeDecodeError is a ValueError
         line = f", line {error.lineno}: {(error.text or '').strip()}" if isinstance(error, SyntaxError) else ""
@@ -137,9 +143,9 @@ def is_code(name: str) -> bool:
 
 
 def _modules_in(arguments: Sequence[str], base: Path, script: Path) -> list[Path]:
-    """Return modules of the base folder that an argument names (`--reward_funcs rewards.score`), and their imports."""
-    words = {part for text in arguments for part in (text, text.partition("=")[2])}
-    stems = [base / word.replace(".", "/") for word in sorted(words) if re.fullmatch(r"\w+(\.\w+)+", word)]
+    """Return modules of the base folder that an argument names (NAMED), and their imports."""
+    named = {found for text in arguments for found in NAMED.findall(text)}
+    stems = [base / (dotted or below).replace(".", "/").lstrip("/") for dotted, below in sorted(named)]
     found = list[Path]()
     for stem in stems:  # `pkg.rewards.score`: pkg/rewards.py
         below = [above for above in (stem, *stem.parents) if above != base and above.is_relative_to(base)]
@@ -160,10 +166,8 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         yield name, code
 
 
-def _named(
-    folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str], more: Sequence[str]
-) -> Iterator[tuple[str, Path]]:
-    """Yield (path in the run's folder, file) of files that the code or an argument names, and files of --file.
+def _named(folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of files that the code or an argument names.
 
     folders: where to look; the first that has a file counts."""
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
@@ -171,14 +175,9 @@ def _named(
         for base in reversed(folders):
             with suppress(OSError, ValueError):  # a string may be anything
                 file = base / os.path.normpath(text)
-                inside = file.resolve().is_relative_to(base.resolve()) and not Path(text).is_absolute()
-                if inside and file.is_file():
+                is_inside = file.is_file() and file.resolve().is_relative_to(base.resolve())
+                if is_inside and not Path(text).is_absolute():
                     yield os.path.normpath(text), file
-    for text in more:
-        found = [(base, Path(os.path.abspath(where / text))) for where in folders for base in folders]
-        inside = [(base, path) for base, path in found if path.exists() and path.is_relative_to(base)]
-        base, path = inside[0] if inside else found[0]
-        yield from _asked_for(base, text, path)
 
 
 def _name_below(base: Path, code: Path) -> str:
@@ -187,24 +186,35 @@ def _name_below(base: Path, code: Path) -> str:
 
 
 def _strings(code: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(code.read_bytes())):
+    for node in ast.walk(ast.parse(_source(code))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
             yield node.value
 
 
-def _asked_for(base: Path, text: str, path: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of one --file, which may be a folder.   text: as you typed it.   Raises UsageError."""
-    if not path.exists() or not path.resolve().is_relative_to(base.resolve()):
-        raise UsageError(f"--file {text}: there is no such file in {base}. Give a path inside this folder")
+def _place(folders: Sequence[Path], text: str) -> tuple[Path, Path]:
+    """Return (folder of the run, file) of one --file.   text: as you typed it.   Raises UsageError."""
+    for where in folders:
+        typed = Path(os.path.abspath(where / text))
+        real = Path(os.path.realpath(typed))  # links above a folder of the run are no part of the file's name in it
+        for path in (typed, Path(os.path.realpath(typed.parent), typed.name), real):
+            for base in folders:
+                if path.exists() and path.is_relative_to(base) and real.is_relative_to(base.resolve()):
+                    return base, path
+    raise UsageError(f"--file {text}: there is no such file in {folders[0]}. Give a path inside this folder")
+
+
+def _asked_for(text: str, base: Path, path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (path in the run's folder, file) of one --file, which may be a folder.   Raises UsageError."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if not file.is_file() or {"__pycache__", ".git"} & set(file.relative_to(base).parts):
             continue
-        if is_secret(name := file.relative_to(base).as_posix()):
-            raise UsageError(f"--file {text}: {name} has the name of a secret. Replicas get secrets by --secret")
+        name = file.relative_to(base).as_posix()
+        if secret := [one for one in (name, file.resolve().name) if is_secret(one)]:
+            raise UsageError(f"--file {text}: {secret[0]} has the name of a secret. Replicas get secrets by --secret")
         yield name, file
 
 
-def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Sequence[str]) -> set[str]:
+def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Collection[str]) -> set[str]:
     """Return data files that git ignores and --file does not name. A named folder that git ignores is sent whole."""
     ignored = set[str]()
     for base in folders:
@@ -215,13 +225,19 @@ def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Sequence
 
 
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
-    """Return the names that git ignores; an empty set without git or outside a repository."""
-    with suppress(OSError):
-        asked = subprocess.run(
-            ["git", "check-ignore", "-z", "--stdin"], cwd=base, input="\0".join(names), capture_output=True, text=True
-        )  # fmt: skip
-        return {name for name in asked.stdout.split("\0") if name}
-    return set()
+    """Return the names that git ignores; an empty set without git or outside a repository.
+
+    git refuses all names if one is in a submodule or behind a link, so each folder is asked about its own."""
+    places = {name: ((base / name).parent.resolve(), (base / name).name) for name in names}
+    ignored = set[tuple[Path, str]]()
+    for folder in {folder for folder, _ in places.values()}:
+        own = "\0".join(file for beside, file in places.values() if beside == folder)
+        with suppress(OSError):
+            asked = subprocess.run(
+                ["git", "check-ignore", "-z", "--stdin"], cwd=folder, input=own, capture_output=True, text=True
+            )
+            ignored |= {(folder, file) for file in asked.stdout.split("\0")}
+    return {name for name, place in places.items() if place in ignored}
 
 
 def _refuse_large(files: dict[str, Path]) -> None:

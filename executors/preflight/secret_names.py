@@ -22,8 +22,7 @@ import unicodedata
 from pathlib import Path
 
 KEY_FILE = re.compile(
-    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)"
-    r"|(.*[ ._-])?access[ ._-]?keys?[^a-z]*\.csv|rootkey\.csv",  # AWS's downloads
+    r"\.env.*|.*\.env|\.(netrc|npmrc|pypirc|pgpass|htpasswd)|kaggle\.json|.*\.(token|pem|key|p12|pfx)",
     re.I,
 )
 SSH_KEY = re.compile(r"id_(rsa|dsa|ecdsa|ed25519).*", re.I)
@@ -35,7 +34,9 @@ TEMPLATE = re.compile(r".+ (example|sample|template|dist)")  # .env.example, sec
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+")
 TEXTS = {"txt", "json", "yaml", "yml", "toml", "ini", "cfg", "conf"}
 KEPT = r"(secrets?|credentials?|creds|passwords?|passwd|passphrases?|(api|access|private|secret) ?keys?)"
-STAGE = r"( (local|dev|staging|prod|production|private|backup|old|[^ -~]+))*"  # any word of another script
+STAGE = (  # any word of another script
+    r"( (local|dev|staging|prod|production|private|backup|old|copy|kopie|[^ -~]+))*"
+)
 SERVICE = (
     r"((my|our|team|hf|hub|huggingface|gh|github|gitlab|wandb|kaggle|openai|anthropic|aws|slack|discord|telegram|stripe"
     r"|bot|read|write|api|access|auth|bearer|refresh) ?)"
@@ -53,6 +54,7 @@ CODE = re.compile(
 DATA = re.compile(
     rf".*({SECRET}|credentials|service ?account).*|.*credential( .*)?|.*{KEPT}{STAGE}"
     rf"|(?!(.* )?{MODEL} ?token).*token{STAGE}|{SERVICE}+tokens{STAGE}|(.* )?({GIVES_KEYS} ?|{SERVICE})keys?{STAGE}"
+    rf"|((?!keyboard).*access ?keys?|rootkey){STAGE} csv"  # AWS's downloads
 )
 SMALL = 1 << 16  # bytes: a larger file is data, which may quote a key
 FORMS = re.compile(

@@ -5,7 +5,7 @@
     └ "" counts the rows: dropped
 
 At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first of them that has
-texts, else the first of all.  The others are dropped if they are empty or count the rows.
+texts in any row, else the first of all.  The others are dropped if they are empty or count the rows.
 
 Not promised: an index that a program sorted or filtered, beside another column without a name: such a file is refused.
 """
@@ -13,6 +13,7 @@ Not promised: an index that a program sorted or filtered, beside another column 
 import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import dropwhile
 from typing import Any
 
 from inner.errors import InnerError
@@ -34,7 +35,7 @@ def read_csv(name: str, lines: Iterable[str]) -> Iterator[Numbered]:
 
 
 def _open_rows(name: str, lines: Iterable[str]) -> Iterable[dict[Any, Any]]:
-    reader = csv.DictReader(lines, restkey=BEYOND)
+    reader = csv.DictReader(dropwhile(str.isspace, lines), restkey=BEYOND)  # blank lines before the header
     names = [column or f"{UNNAMED}{i}" for i, column in enumerate(reader.fieldnames or (), 1)]
     if twice := [column for column, n in Counter(names).items() if n > 1]:
         raise InnerError(
@@ -62,16 +63,22 @@ def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]
 
 
 def _with_one_unnamed(name: str, rows: Iterable[Numbered]) -> Iterator[Numbered]:
-    begins, kept = dict[str, str](), ""
-    for number, (where, row) in enumerate(rows):
-        begins = begins or {column: row[column].strip() for column in row if column.startswith(UNNAMED)}
-        extra = [column for column in begins if not _counts(begins[column], row[column].strip(), number)]
-        kept = kept or next(iter([*extra, *begins]), "")
-        if full := [column for column in extra if column != kept]:
+    """Yield rows with at most one column without a name, which is chosen when all rows are read."""
+    whole, full = list(rows), dict[str, tuple[str, str]]()  # column -> where its first text is, and that text
+    begins = {c: field.strip() for c, field in (whole[0][1] if whole else {}).items() if c.startswith(UNNAMED)}
+    for number, (where, row) in enumerate(whole if begins else ()):
+        told = {column: row[column] for column in begins if column not in full}
+        full |= {c: (where, text) for c, text in told.items() if not _counts(begins[c], text.strip(), number)}
+    filled = [column for column in begins if begins[column] or column in full]
+    sure = [column for column in filled if column in full and begins[column] not in BEGINS]
+    kept = next(iter([*sure, *full, *begins]), "")
+    for column, (where, field) in full.items():
+        if column != kept or (not sure and len(filled) > 1):  # one of them may be a filtered index
             raise InnerError(
-                f"{name}, {where} has the field {row[full[0]][:40]!r} in column {full[0][1:]}, which the header does "
-                "not name. Name the column in the header, or take it out."
+                f"{name}, {where} has the field {field[:40]!r} in column {column[1:]}, which the header does not name. "
+                "Name the column in the header, or take it out."
             )
+    for where, row in whole:
         yield where, {"" if c == kept else c: field for c, field in row.items() if c == kept or c not in begins}
 
 

@@ -17,6 +17,7 @@ than 16 MiB.
 
 import base64
 import json
+import os
 import posixpath
 import random
 import tomllib
@@ -175,7 +176,7 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left:
     """Return one COPY's files: path in the box -> base64.   to: a folder for them, or the name of the one file."""
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
-        if not path.resolve().is_relative_to(folder.resolve()):
+        if not _real(path).is_relative_to(_real(folder)):
             raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
         inside = f"{to}/{path.name}" if is_folder and path.is_file() else to
         copied |= _pack(path, inside, root=folder, left=left)
@@ -190,12 +191,16 @@ def _named(folder: Path, source: str) -> list[Path]:
     return found or [folder / inside]
 
 
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
+
+
 def _pack(source: Path, target: str, *, root: Path, left: list[Path]) -> dict[str, str]:
     """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
 
     Adds links that are left out to `left`."""
     out, packed, size = list[Path](), dict[str, str](), 0
-    for path in [source] if source.is_file() else _files_below(source, (root.resolve(), source.resolve()), out):
+    for path in [source] if source.is_file() else _files_below(source, (_real(root), _real(source)), out):
         name = target if path == source else f"{target}/{path.relative_to(source)}"
         size += path.stat().st_size
         if size > MOST_BYTES:
@@ -214,8 +219,8 @@ def _files_below(path: Path, roots: tuple[Path, Path], left: list[Path], *, link
 
     roots: files are below the first, and folders below the second.   linked: a link led here, so no further link to a
     folder counts: such links may lead in a circle, or double with each level."""
-    real = path.resolve()
-    again = path.is_symlink() and (linked or path.parent.resolve().is_relative_to(real))
+    real = _real(path)
+    again = path.is_symlink() and (linked or _real(path.parent).is_relative_to(real))
     if path.is_file() and real.is_relative_to(roots[0]):
         yield path
     elif path.is_dir() and real.is_relative_to(roots[1]) and not again:

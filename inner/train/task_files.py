@@ -16,6 +16,7 @@ from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig
 from inner.settings.task import reward_name
 from inner.usercode.apart import Turns, begin_session, keep_apart
+from inner.usercode.check import check_world
 from inner.usercode.userfiles import load_environment, load_kept, load_module
 
 Reward = Callable[..., Sequence[float | None]]
@@ -33,8 +34,10 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
         file = local_file("environment", spelling, files)
         turn = Turns(file, f"{file.name}:{spelling.rpartition(':')[2]} (or a reward beside it)").turn
         make = partial(_make_in, turn, environment)
+        environment = environment if isinstance(environment, type) else type(make())  # a function may make it
         told = getattr(load_module("environment", spelling, files), "hint", None)
         hint = _hint_apart(told, file) if callable(told) else told
+    check_world(config, rows, environment)
     pairs = local_file("pairs", config.replay.pairs, files) if config.replay.pairs is not None else None
     process = _load_process(config.process, files) if config.process is not None else None
     return {

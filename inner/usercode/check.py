@@ -14,6 +14,7 @@ Not promised: that the reward is right. In the run, each call checks again how m
 """
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from inner.channels.head_file import read_head_width
@@ -40,8 +41,10 @@ def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) 
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
+    owner: Any = environment if environment is None or isinstance(environment, type) else type(environment())
     if rows and environment is not None:
-        _check_reset(config, environment, rows[0])
+        _check_reset(config, owner, rows[0])
+    check_world(config, rows, owner)
     for kind, spelling in config.rewards.named.items():
         reward = load_reward(kind, spelling, files)
         if rows and environment is None:  # only a rollout has an environment's state
@@ -78,10 +81,26 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
     return f"warning: {words}; {tries}" if same else ""
 
 
+def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment: type | None) -> None:
+    """Raise InnerError if a part of ToolWorld, in place of one that is not set, reads a column that the rows lack."""
+    if config.model != "toolworld" or config.data.source is None or config.sampling.boxes or not rows:
+        return
+    is_scored = bool(config.rewards.lines or config.scoring_task) or hasattr(environment, "get_reward")
+    parts = {
+        "answer": "" if is_scored else 'reward. Set inner.rewards.function = "file.py:function"',
+        "kind": "" if environment else 'tools. Set inner.sampling.environment = "file.py:Class"',
+    }
+    if lacking := [column for column, part in parts.items() if part and column not in rows[0]]:
+        source = f"{setting_of('prompts', config.data.source)} = {config.data.source!r}"
+        raise InnerError(
+            f'{source}: the rows have no column {lacking[0]!r}, which inner.model = "toolworld" reads for its own '
+            f"{parts[lacking[0]]}, or leave inner.data out."
+        )
+
+
 def _check_reset(config: InnerConfig, environment: Any, row: dict[str, Any]) -> None:
     """Raise InnerError if reset cannot take a row: TRL calls it with every column."""
-    owner: Any = environment if isinstance(environment, type) else type(environment())
-    if fault := _binding_fault(owner.reset, None, **row):
+    if fault := _binding_fault(environment.reset, None, **row):
         raise InnerError(
             f"environment {config.sampling.environment}: reset cannot be called with a row, whose columns are "
             f"{', '.join(map(repr, row))}: {fault}. Write reset(self, **row), or rename a column in inner.data.columns."
@@ -137,6 +156,8 @@ def check_data(config: InnerConfig, files: Files) -> str:
         training_pairs(local_file("pairs", config.replay.pairs, files))
     if config.process is not None and config.process.head is not None:
         read_head_width(local_file("process_head", config.process.head, files))
+    if config.sampling.environment is None:
+        check_world(config, rows, None)
     return answered_words(setting_of("prompts", config.data.source), [row["prompt"] for row in rows])
 
 

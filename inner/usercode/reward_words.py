@@ -3,6 +3,9 @@
     a failed batch ──▶ failure_text: one line for the log          a session that ends ──▶ explain_end: what to do next
     an error of the user's code ──▶ next_step: a file or a module that the run lacks, a notebook's magic, or the line
 
+A reward may come from TRL (an environment's get_reward), from this project (a task, a reward model), or from a package.
+The line to correct is then the last one that was running outside of all packages.
+
 Not promised: the line of the user's code, if the error did not come from the user's file; that the advice fits if the
 code raised an error in place of another error.
 """
@@ -11,12 +14,18 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
 
 from inner.usercode.attempts import Scored
 
+ROOMS = [Path(__file__).parents[2] / room for room in ("inner", "diloco", "rendezvous", "executors")]
+NO_LINE = (
+    "a package that the reward uses raised this, and no line of your files was running; check the settings of the "
+    "reward and the services that it asks"
+)
 FOLDERS: list[str] = []  # in a child process with copies: the originals' folders, and the shell's folder
 
 
@@ -46,22 +55,38 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
     )
 
 
-def _file_of(reward: Any) -> Path:
+def _file_of(reward: Any) -> Path | None:
+    """Return the user's file that defines the reward; None if a package defines it, or an object is the reward."""
     try:
-        return Path(inspect.getfile(inspect.unwrap(reward)))
+        file = inspect.getfile(inspect.unwrap(reward))
     except TypeError:
-        return Path("?")
+        return None
+    return None if _is_of_package(file) else Path(file)
+
+
+def _is_of_package(file: str) -> bool:
+    """Whether a frame's file belongs to Python, to an installed package or to this project."""
+    path, folders = Path(file), [*ROOMS, Path(sysconfig.get_path("stdlib"))]
+    installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return installed or file.startswith("<") or any(path.is_relative_to(folder) for folder in folders)
 
 
 # -------------------------------------------------------------------- the next thing to do
 
 
-def user_lines(error: BaseException, path: Path) -> str:
-    """Return the error with the last line of the user's file that was running, as Python shows it."""
+def user_lines(error: BaseException, path: Path | None) -> str:
+    """Return the error with the last line of the user's file that was running, as Python shows it.
+
+    path: the file; None: any file of the user."""
     what = "".join(traceback.format_exception_only(error)).strip()
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
-    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if frames else ""
-    return f"{where}  {what}\n  next: {next_step(error, path, frames[-1].line or '' if frames else '')}."
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if path is None or Path(f.filename).name == path.name
+    ]
+    frames = [f for f in frames if f.filename == str(path) or not _is_of_package(f.filename)]
+    path = Path(frames[-1].filename) if path is None and frames else path
+    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if path and frames else ""
+    step = next_step(error, path, frames[-1].line or "" if frames else "") if path else NO_LINE
+    return f"{where}  {what}\n  next: {step}."
 
 
 def next_step(error: BaseException, path: Path, line: str) -> str:

@@ -96,15 +96,15 @@ def try_reward(
     """Call the reward on the first `rows` prompts in a child process.  Raises InnerError if that is not possible.
 
     steps: inner steps of the run."""
-    if not (config.rewards.named or config.scoring_task) or config.data.source is None:
-        raise InnerError(
-            "this check needs a reward function (not only a reward model) and prompts: set "
-            "inner.rewards.function and inner.data.prompts, or inner.data.task"
-        )
     if config.sampling.environment is not None:
         raise InnerError(
             "inner.sampling.environment is set, and an environment's state cannot be made without a rollout: "
             "`diloco plan` builds it and checks its tools; `diloco train` with --steps 1 tries it"
+        )
+    if not (config.rewards.named or config.scoring_task) or config.data.source is None:
+        raise InnerError(
+            "this check needs a reward function (not only a reward model) and prompts: set "
+            "inner.rewards.function and inner.data.prompts, or inner.data.task"
         )
     code = config.own_code or config.scoring_task
     path = Path(config.model)

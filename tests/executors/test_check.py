@@ -254,6 +254,9 @@ def test_prompts_that_end_with_an_answer_and_half_characters_in_a_column(project
 def test_nothing_to_try() -> None:
     with pytest.raises(InnerError, match="needs a reward function"):
         try_reward(InnerConfig(model="toolworld"), {})
+    own = InnerConfig(model="toolworld", data={"prompts": "rows.jsonl"}, sampling={"environment": "world.py:World"})
+    with pytest.raises(InnerError, match=r"without a rollout: .* with --steps 1 tries it"):  # it may have get_reward
+        try_reward(own, {})
 
 
 def trial_with(*rewards: float | None) -> Trial:

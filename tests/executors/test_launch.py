@@ -34,6 +34,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.support.ranks import children_of
 
+AUTHOR = ("-c", "user.name=me", "-c", "user.email=me@example.org")
 TRAIN = """
 import json, sys, time
 import torch
@@ -125,7 +126,45 @@ def test_what_git_ignores_is_not_sent_and_the_note_says_how(folder: Path) -> Non
     found = read()
     assert "rows.json" not in found.config.files
     assert "does not send rows.json, which git ignores; --file rows.json sends it" in found.notes
-    assert "rows.json" in read(more=("rows.json",)).config.files
+    for typed in ("rows.json", "./rows.json", str(folder / "rows.json"), f"../{folder.name}/rows.json"):
+        assert "rows.json" in read(more=(typed,)).config.files
+
+
+def test_git_is_asked_about_what_lies_behind_a_link_or_in_a_submodule(folder: Path) -> None:
+    """Before: git refused the whole question, and all that it ignores was sent."""
+    for there in (folder, folder / "sub"):
+        there.mkdir(exist_ok=True)
+        subprocess.run(["git", "init", "-q"], check=True, cwd=there)
+    (folder / "sub/old.json").touch()
+    subprocess.run(["git", "-C", "sub", *AUTHOR, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    subprocess.run(["git", "-c", "advice.addEmbeddedRepo=false", "add", "sub"], check=True)
+    for at in (".gitignore", "sub/.gitignore"):
+        (folder / at).write_text("*.json\n")
+    (folder / "data").mkdir()
+    (folder / "data/a.json").touch()
+    (folder / "data/a.txt").touch()
+    (folder / "link").symlink_to("data")
+    (folder / "helper.py").write_text("EVERY = 5\nNAMES = 'link/a.txt', 'link/a.json', 'data/a.json', 'sub/old.json'\n")
+    assert set(read().config.files) == {"train.py", "helper.py", "link/a.txt"}
+
+
+def test_a_file_is_found_through_a_link_to_the_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a ValueError, or "there is no such file"."""
+    link = tmp_path_factory.mktemp("above") / "link"
+    link.symlink_to(folder)
+    (folder / "data").mkdir()
+    (folder / "data/a.txt").touch()
+    (folder / "linked").symlink_to("data")
+    for typed in (link / "large.bin", link, link / "data"):
+        found = read(more=(str(typed),)).config.files
+        assert ("large.bin" in found) == ("data" not in typed.name) and ("data/a.txt" in found) == (
+            "bin" not in typed.name
+        )
+    assert "linked/a.txt" in read(more=("linked/a.txt",)).config.files, "the name by which the script opens it"
+    monkeypatch.chdir(link.parent)
+    assert "large.bin" in read("link/train.py", more=("link/large.bin",)).config.files
 
 
 def test_an_ignored_folder_is_sent_when_it_is_asked_for(folder: Path) -> None:
@@ -166,6 +205,9 @@ def test_a_secret_is_never_sent(name: str, folder: Path) -> None:
     assert any(note.startswith(f"does not send {name}, which has the name of a secret") for note in found.notes)
     with pytest.raises(UsageError, match=f"{re.escape(name)} has the name of a secret"):
         read(more=(name,))
+    (folder / "notes.txt").symlink_to(name)
+    with pytest.raises(UsageError, match=f"--file notes.txt: {re.escape(name)} has the name of a secret"):
+        read(more=("notes.txt",))
 
 
 CODE = (
@@ -226,7 +268,8 @@ def test_a_link_that_leads_out_of_the_folder_is_not_sent(
     outside = tmp_path_factory.mktemp("outside") / "private.txt"
     outside.write_text("mine")
     (folder / "notes.txt").symlink_to(outside)
-    (folder / "helper.py").write_text("EVERY = 5\nTEXT = 'notes.txt'\nOTHER = '../x'\n")
+    (folder / "round").symlink_to("round")
+    (folder / "helper.py").write_text("EVERY = 5\nTEXT = 'notes.txt', 'round'\nOTHER = '../x'\n")
     assert "notes.txt" not in read().config.files
 
 
@@ -263,14 +306,46 @@ def test_of_its_own_package_a_module_takes_only_what_it_imports(folder: Path) ->
 
 def test_modules_that_an_argument_or_all_names_are_sent(folder: Path) -> None:
     for name, text in {
-        "__init__": "", "train": "# DiLoCoCallback\nfrom .models import *\n", "models/__init__": "__all__ = ['big']\n",
-        "models/big": "", "rewards": "from . import shapes\n", "shapes": "", "unused": "",
+        "__init__": "", "train": "# DiLoCoCallback\nfrom .models import *\n", "unused": "",
+        "models/__init__": "__all__ = ['big', 'deep']\n", "models/big": "", "models/deep/layers": "",
+        "models/deep/__init__": "from . import layers\n", "rewards": "from . import shapes\n", "shapes": "",
     }.items():  # fmt: skip
         (folder / "pkg" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / "pkg" / f"{name}.py").write_text(text)
     found = read("pkg.train", "--reward_funcs", "pkg.rewards.score", is_module=True).config.files
     needed = ("__init__", "train", "models/__init__", "models/big", "rewards", "shapes")
-    assert set(found) == {f"pkg/{name}.py" for name in needed}
+    assert set(found) == {f"pkg/{name}.py" for name in (*needed, "models/deep/__init__", "models/deep/layers")}
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent"),
+    [
+        ("--reward=rewards.maths:score", ["rewards/maths.py", "shapes.py"]),
+        ("rewards.maths.score,shapes.f", ["rewards/maths.py", "shapes.py"]),
+        ("['rewards.maths.score']", ["rewards/maths.py", "shapes.py"]),
+        ("rewards/maths.py", ["rewards/maths.py", "shapes.py"]),
+        ("./rewards/maths.py:score", ["rewards/maths.py", "shapes.py"]),
+        ("shapes:f", ["shapes.py"]),
+        ("https://rewards.maths/shapes.py", []),
+        ("meta/shapes-1.py", []),
+        ("1.5e-3", []),
+    ],
+)
+def test_an_argument_may_name_modules_in_several_ways(typed: str, sent: list[str], folder: Path) -> None:
+    """Before: `rewards.score` alone; a path without its imports."""
+    (folder / "rewards").mkdir()
+    (folder / "rewards/maths.py").write_text("import shapes\n")
+    (folder / "shapes.py").write_text("")
+    assert sorted(read("train.py", typed).config.files) == sorted(["helper.py", "rows.json", "train.py", *sent])
+
+
+def test_a_module_that_python_cannot_read_is_refused(folder: Path) -> None:
+    """Before: the traceback of a SyntaxError."""
+    (folder / "helper.py").write_bytes(b"# coding: latin-1\nEVERY = '\xe4'\n")
+    assert "helper.py" in read().config.files
+    (folder / "helper.py").write_text("EVERY = (\n")
+    with pytest.raises(UsageError, match=r"helper\.py, line 1: EVERY = \(: .* Correct the line"):
+        read()
 
 
 def test_each_local_package_is_walked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,8 @@ KEPT = (
     "openai_key.py", "acmetoken.txt", "acmeToken.JSON", "prodsecretfile.txt", "serviceaccountkey.json",
     "DBPASSWORD.INI", "id_rsa_example", "tóken.txt", "sécret.txt", "clé_API_KEY.txt", "我的token.txt",
     "accessKeys.csv", "bob_accessKeys.csv", "bob_accessKeys (1).csv", "access_keys.csv", "rootkey.csv",
+    "rootkey (1).csv", "rootkey(1).csv", "bob accessKeys copy.csv", "bobAccessKeys.csv", "bob.accessKeys(1).csv",
+    "bob_accessKeys – Kopie.csv", "bob_accessKeys_2024.csv", "hf_token copy.txt",
     "new_user_credentials.csv", "secrets_本番.py", "秘密/hf_tóken.py",
 )  # fmt: skip
 SENT = (
@@ -45,6 +47,7 @@ SENT = (
     "nexttoken.txt", "subtoken.json", "getSecrets.py", "loadcredentials.py", "read_tokens.py", "hf_keys.py",
     "answer_key.json", "keys.json", "monkeys.txt", "flaws_key.txt", "分词_token.py", "tokens_per_second.json",
     "keys.csv", "access.csv", "access_keystrokes.csv", "answer_keys.csv",
+    "keyboard_access_key.csv", "access_key_ids.csv", "root_key.csv", "accessibility_keys.csv",
 )  # fmt: skip
 
 

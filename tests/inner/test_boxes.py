@@ -855,10 +855,12 @@ def test_a_task_may_have_files_in_etc(tmp_path: Path) -> None:
 def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
     box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
     box.exec("mkfifo pipe", user="user", timeout_s=30)
-    with pytest.raises(FileNotFoundError):
-        box.read("pipe")
-    with pytest.raises(FileExistsError):
-        box.write("pipe", b"")
+    box.exec("ln -s round round", user="user", timeout_s=30)  # before: a RuntimeError, in Python 3.11 and 3.12
+    for name in ("pipe", "round", "round/below"):
+        with pytest.raises(FileNotFoundError):
+            box.read(name)
+        with pytest.raises(FileExistsError):
+            box.write(name, b"")
 
 
 @real
@@ -927,17 +929,26 @@ def test_links_within_the_folder_are_packed_and_others_are_named(tmp_path: Path)
     (repo / "sub/deep/x").write_text("x")
     for name, target in {
         "in.txt": "../Dockerfile", "sub/again": "deep", "out.txt": "../../task.toml", "gone": "nowhere", "round": ".",
-        "sub/deep/up": "..", "tests": "../../tests", "up": "..",
+        "sub/deep/up": "..", "tests": "../../tests", "up": "..", "itself": "itself", "sub/b": "../sub/c", "sub/c": "b",
     }.items():  # fmt: skip
         (repo / name).symlink_to(target)
     (task,) = read_tasks(folder)
     assert task.tests["/tests/test.sh"] == task.tests["/tests/real.sh"]
     assert sorted(task.files) == [f"/app/{name}" for name in ("given.txt", "in.txt", "sub/again/x", "sub/deep/x")]
     assert [str(path.relative_to(folder)) for path in task.left_out] == [
-        *(f"environment/repo/{n}" for n in ("gone", "out.txt", "round", "sub/again/up", "sub/deep/up", "tests", "up")),
+        *(f"environment/repo/{n}" for n in ("gone", "itself", "out.txt", "round", "sub/again/up", "sub/b", "sub/c")),
+        *(f"environment/repo/{n}" for n in ("sub/deep/up", "tests", "up")),
         "tests/words",
     ]
     assert "left_out" not in task.dump(), "older replicas read the row, too"
+
+
+def test_a_copied_link_in_a_circle_is_refused(tmp_path: Path) -> None:
+    """A link in a circle is also among those above. Before: "RuntimeError: Symlink loop", in Python 3.11 and 3.12."""
+    folder = write_task(tmp_path / "task", docker="FROM x\nCOPY round /app/\n")
+    (folder / "environment/round").symlink_to("round")
+    with pytest.raises(InnerError, match=r"round has no files, but links that lead out of .*, or nowhere"):
+        read_tasks(folder)
 
 
 def test_links_to_folders_do_not_multiply(tmp_path: Path) -> None:

@@ -442,11 +442,26 @@ def test_a_sliding_window_bounds_what_mlx_may_sample(config: Any, window: float)
 @pytest.mark.parametrize(
     "told",
     [
-        {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": 4096},
+        {"rope_scaling": {"type": "su"}},
+        {"rope_scaling": {"type": "yarn", "short_factor": [1.0], "long_factor": [2.0]}},  # Phi-3's is longrope
+        {"rope_scaling": {"type": "longrope"}, "max_position_embeddings": None},
         {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default"},
+                "full_attention": {"rope_type": "longrope"},
+            }
+        },
+        {"text_config": {"rope_parameters": {"rope_type": "longrope"}}},
     ],
 )
-def test_longrope_beyond_the_original_length_is_refused(told: Any) -> None:
-    assert "MLX takes the long factors always" in longrope_fault({"max_position_embeddings": 131072, **told})
-    assert longrope_fault({"max_position_embeddings": 4096, **told}) == ""
-    assert longrope_fault({"max_position_embeddings": 131072, "rope_scaling": {"type": "su"}}) == ""
+def test_longrope_is_refused_however_a_config_spells_it(told: Any) -> None:
+    """Before: only the types longrope at the top, and only beyond the original length."""
+    refused = longrope_fault({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, **told})
+    assert "MLX takes the long factors always" in refused
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}])
+def test_other_rotary_angles_are_taken(rope: Any) -> None:
+    assert longrope_fault({"rope_parameters": rope, "text_config": {"rope_scaling": rope}}) == ""

@@ -1,6 +1,7 @@
 """`reset`, `get_reward` and async tools of all rollouts at the same time, and the serial loop's results."""
 
 import asyncio
+import json
 import signal
 import sys
 import threading
@@ -16,9 +17,10 @@ import torch
 from inner.rollouts.at_once.environments import drawn_environments, methods_at_once, replace_hung
 from inner.rollouts.at_once.lanes import Lanes, in_order
 from inner.rollouts.at_once.tools import ToolsAtOnce
-from inner.settings.inner import InnerConfig, Seeds
+from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.train.task import load_task
+from inner.usercode.check import check_data, check_inner
 from tests.inner.test_tools_at_once import PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 
@@ -128,6 +130,43 @@ def test_a_reward_of_the_users_environment_replaces_toolworlds(text: str, reward
     (tmp_path / "world.py").write_text(text)
     config = InnerConfig(model="toolworld", sampling={"environment": "world.py:World"}, batch_size=8)
     assert len(load_task(config, {"environment": tmp_path / "world.py"}).rewards) == rewards
+
+
+OWN_ROWS = {"prompt": [{"role": "user", "content": "op0 3 4"}]}
+FACTORY = WORLD_FILE + "\ndef make():\n    return World()\n"
+UNSCORED = WORLD_FILE.replace("get_reward", "_score")
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "row", "refused"),
+    [
+        (UNSCORED, "World", OWN_ROWS, "no column 'answer', .* for its own reward. Set inner.rewards.function"),
+        (UNSCORED, "World", {**OWN_ROWS, "answer": 3}, ""),
+        (WORLD_FILE, "World", OWN_ROWS, ""),
+        (FACTORY, "make", OWN_ROWS, ""),
+        ("", "", {**OWN_ROWS, "answer": 3}, "no column 'kind', .* for its own tools. Set inner.sampling.environment"),
+        ("", "", {**OWN_ROWS, "answer": 3, "kind": 0}, ""),
+    ],
+    ids=["unscored", "answers", "own", "factory", "no tools", "toolworlds"],
+)
+def test_own_rows_that_toolworlds_parts_cannot_read_are_refused(
+    text: str, named: str, row: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
+    """Before: three sessions ended with a TypeError of ToolWorld.reward, after a minute and a half."""
+    (tmp_path / "world.py").write_text(text)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    sampling = {"environment": f"world.py:{named}"} if named else {}
+    config = InnerConfig(model="toolworld", data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=8)
+    files = {"environment": tmp_path / "world.py", "prompts": tmp_path / "rows.jsonl"}
+    for check in (check_inner, check_data, load_task):
+        if refused and (check is not check_data or not named):  # check_data runs no code
+            with pytest.raises(InnerError, match=refused):
+                check(config, files)
+        else:
+            check(config, files)
+    task = None if refused else load_task(config, files)
+    assert task is None or len(task.rewards) == ("get_reward" not in text)
+    assert task is None or isinstance(task.environment, type), "its class says whether it is _in_order"
 
 
 @pytest.mark.parametrize("number", [16, 3])

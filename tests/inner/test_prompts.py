@@ -107,12 +107,21 @@ def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> N
         (",,prompt,answer\n0,1.0,x,y\n1,2.0,x,y\n", ("0", "1")), (",prompt,answer\n7,x,y\n3,x,y\n", ("7", "3")),
         (",prompt,,answer\n0,x,37,y\n1,x,2,y\n", ("37", "2")),
         (",,prompt,answer\n1.0,no,x,y\n2.0,1,x,y\n", ("no", "1")),
+        (",prompt,,answer\n0,x,,y\n1,x,b,y\n", ("", "b")), ("prompt,answer,,\nx,y,,\nx,y,,7\n", ("", "7")),
+        ("\n \n,prompt,answer\n0,x,y\n1,x,y\n", ("0", "1")),
     ],
 )  # fmt: skip
 def test_of_columns_without_a_name_the_one_with_texts_stays(tmp_path: Path, text: str, fields: tuple[str, str]) -> None:
     """Not the empty ones of a spreadsheet, nor the index that pandas writes: it took the place of a numeric answer."""
     (tmp_path / "train.csv").write_text(text)
     assert read(tmp_path / "train.csv", DataSettings()) == [{"": f, "prompt": "x", "answer": "y"} for f in fields]
+
+
+def test_an_index_that_was_filtered_is_refused_beside_one_that_counts(tmp_path: Path) -> None:
+    """Before: it was read as the answers."""
+    (tmp_path / "train.csv").write_text(",prompt,\n0,x,0\n5,x,1\n")
+    with pytest.raises(InnerError, match=r"row 2 has the field '5' in column 1, .* Name the column in the header"):
+        read(tmp_path / "train.csv", DataSettings(columns={"": "answer"}))
 
 
 @pytest.mark.parametrize("second", ["1,x,7", "1,x,2.5", "1,x,0"])

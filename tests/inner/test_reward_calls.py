@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import functools
+import json
 import math
 import signal
 import socket
@@ -543,6 +544,35 @@ def test_the_first_batch_of_a_life_without_any_reward_ends_it_and_shows_the_line
         score_batch(broken)
     assert "test_reward_calls.py, line" in str(caught.value) and "the judge is gone" in str(caught.value)
     assert isinstance(caught.value.__cause__, ConnectionError)
+
+
+class Broken(WORLD.environment()):
+    def get_reward(self) -> float:
+        return float(json.loads("no number"))  # the last frames are Python's own
+
+
+class BrokenObject:
+    def __call__(self, completions: list[int], **columns: Any) -> list[float]:
+        raise ValueError("no number")
+
+
+def test_an_environments_own_reward_ends_with_the_line_of_its_class() -> None:
+    """Before: "grpo_trainer.py, line 725: return [e.get_reward() …", and "`python grpo_trainer.py` runs the file"."""
+    with pytest.raises(RewardFailed) as caught:
+        rollouts(make(reward=None, environment_factory=Broken, reward_calls=forgiving()[0]))
+    assert "test_reward_calls.py, line" in str(caught.value) and 'json.loads("no number")' in str(caught.value)
+    assert "`python test_reward_calls.py` runs" in str(caught.value)
+
+
+def test_an_object_ends_with_its_line_and_a_packages_reward_without_one() -> None:
+    """Before: `python '?'` and `python toolworld.py`."""
+    with pytest.raises(
+        RewardFailed, match=r"line .*: raise ValueError.*\n.*\n  next: correct the line; `python test_rew"
+    ):
+        score_batch(BrokenObject())
+    with pytest.raises(RewardFailed, match="no line of your files was running; check the settings") as caught:
+        score_batch(WORLD.reward)  # it asks for columns that these prompts lack
+    assert "python " not in str(caught.value)
 
 
 def test_a_life_that_has_seen_rewards_ends_at_the_third_batch_without_any() -> None:

@@ -136,7 +136,7 @@ class LocalBox:
     def write(self, path: str, data: bytes) -> None:
         target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not target.is_file():  # a FIFO would wait for a reader
+        if os.path.lexists(target) and not target.is_file():  # a FIFO would wait for a reader
             raise FileExistsError(f"{path!r} is not a regular file in the box. Remove it.")
         target.write_bytes(data)
 
@@ -152,7 +152,8 @@ class LocalBox:
     def _inside(self, path: str) -> Path:
         """Return a box path's place on this machine. A link that the episode made may not lead out of the box."""
         root = self._root().resolve()
-        found = (root / str(PurePosixPath(self._folder, path)).lstrip("/")).resolve()
+        # Path.resolve raises for links in a circle before Python 3.13
+        found = Path(os.path.realpath(root / str(PurePosixPath(self._folder, path)).lstrip("/")))
         if not found.is_relative_to(root):
             raise FileNotFoundError(f"{path!r} is not in the box. Give a path like {self._folder}/file.")
         return found

@@ -8,12 +8,12 @@ The model is the run's start model as a folder of transformers, or converted by 
 those of the weights that sampled.  A replica believes rollouts of 8 bits, and doubts those of 4 bits (docs/weights.md).
 
 Not promised: layers that MLX names in another way than transformers (experts of a mixture); models whose caches are
-not keys and values of all tokens (state spaces); more tokens than a sliding window; longrope beyond the original
-length, for which MLX has other angles.  All of these are refused by name.
+not keys and values of all tokens (state spaces); more tokens than a sliding window; longrope, for which MLX has other
+angles.  All of these are refused by name.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -157,18 +157,17 @@ def rotary_settings(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if config.get(name) is None}
 
 
-def longrope_fault(config: dict[str, Any]) -> str:
+def longrope_fault(config: Mapping[str, Any]) -> str:
     """Return why MLX has other angles than transformers for this config.json; "" if it has the same.
 
-    transformers takes the long factors from the original length on, MLX always."""
-    told = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    first = config.get("original_max_position_embeddings") or told.get("original_max_position_embeddings")
-    window = config.get("max_position_embeddings", 0)
-    if "longrope" not in (told.get("rope_type"), told.get("type")) or (first and window <= first):
-        return ""
+    transformers takes the short factors up to the original length, MLX never. A part of the config may have the
+    factors (`text_config`, a kind of layers), and `type` may have an older name: su, or Phi-3's yarn."""
+    kinds = (config.get("rope_type"), config.get("type"))
+    if "longrope" not in kinds and "su" not in kinds and "long_factor" not in config:
+        return next(filter(None, (longrope_fault(part) for part in config.values() if isinstance(part, Mapping))), "")
     return (
-        f"has rotary angles of the kind longrope, with short factors up to {first} tokens. MLX takes the long factors "
-        "always, so replicas would doubt its rollouts. Leave --engine out"
+        "has rotary angles of the kind longrope. MLX takes the long factors always, and transformers the short ones "
+        "up to the original length, so replicas would doubt its rollouts. Leave --engine out"
     )
 
 
