@@ -7,7 +7,8 @@
                                                             it has no live process and can show no late one any more
                                                          ─▶ read every heartbeat once more: none changes
                                                          ─▶ stop the run's boxes, if it has any (boxes.py)
-    no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine
+    no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine; replicas
+                                elsewhere may live: without space, no heartbeat can change
 
     --purge: control: places, former ──▶ each executor's purge ──▶ descriptions
 
@@ -72,9 +73,11 @@ class Patience:
 
     A replica that has ended an inner step since the request uploads, and may take longer (grace.leave_s).
     grace_s: fixed seconds, or None to follow the heartbeats.
+    can_beat: whether the store has had room for each record. Without room, an unchanged heartbeat proves no end.
     """
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
+        self.can_beat = True
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
@@ -129,9 +132,10 @@ def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[
     try:
         lost = write_stop(store, clock)
     except StoreFull as error:
+        patience.can_beat = False
         say(
             f"warning: the request to stop could not be written: {error}\nwarning: processes of this machine get a "
-            "signal instead, and platforms cancel theirs; a supervisor elsewhere does not know of this stop"
+            "signal instead, and platforms cancel theirs; a supervisor and replicas elsewhere do not know of this stop"
         )
         return _signal_here(store, signal.SIGTERM)
     if lost:
@@ -156,14 +160,14 @@ def _end_everything(
         launches.cancel(launches.waiting, 0.0)  # these launches have no process yet that could read the request
         _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
-        lease = _seize_if_needed(store, clock, launches)
+        lease = _seize_if_needed(store, clock, patience, launches)
         _end_remaining(store, clock, patience.seconds(), say, launches)
         left = _sweep_until_none(clock, say, launches)
         if launches.strangers and lease is None:
-            lease = _seize_if_needed(store, clock, launches)
+            lease = _seize_if_needed(store, clock, patience, launches)
         _write_down(store, clock, lease, launches)
         found = [End("platform", True, text) for text in left] or _stranger_ends(launches)
-        return [*prove_ends(store, clock, launches), *found, *_end_boxes(store)]
+        return [*prove_ends(store, clock, launches, can_beat=patience.can_beat), *found, *_end_boxes(store)]
     finally:
         launches.close()
 
@@ -180,7 +184,7 @@ def _end_boxes(store: Store) -> list[End]:
     return []
 
 
-def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
+def _seize_if_needed(store: Store, clock: Clock, patience: Patience, launches: Launches) -> Lease | None:
     """Seize the supervisor's lease, so that no supervisor launches any more; None if no process is left to end.
 
     Without room for the claim, the processes of this machine are killed."""
@@ -191,6 +195,7 @@ def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | 
     except Fenced:
         return None
     except StoreFull:
+        patience.can_beat = False
         _signal_here(store, signal.SIGKILL)
         return None
 
@@ -251,14 +256,14 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 # -------------------------------------------------------------------- the proof
 
 
-def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
+def prove_ends(store: Store, clock: Clock, launches: Launches, *, can_beat: bool) -> list[End]:
     """Return an End for each claimed slot and each launch on a platform, with the evidence of its end or its life."""
     over = launches.ended_places
     claims = newest_claims(store)
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
     if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
         clock.sleep(LOOK_S)
-    found = [_prove_claim_end(store, c, before[c.slot], over) for c in claims]
+    found = [_prove_claim_end(store, c, before[c.slot], over, can_beat=can_beat) for c in claims]
     found += [_launch_end(launches, h) for h in launches.there]
     found += _never_began(launches, {c.slot for c in claims})
     supervisor = _other_supervisor(store)
@@ -297,7 +302,7 @@ def _launch_end(launches: Launches, handle: Handle) -> End:
     return End(f"{handle.slot}.{handle.attempt}", True, text)
 
 
-def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str]) -> End:
+def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str], *, can_beat: bool) -> End:
     name = f"{claim.slot}-{claim.generation}"
     process = claimed_process(store.url, claim)
     if process is not None:
@@ -311,9 +316,12 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     now = _beat_of_claim(store, claim)
     if now is not None and now.phase == "left":
         return End(name, False, f"left at outer step {now.step}")
+    where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
-        where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
         return End(name, True, f"its heartbeat changes, so it may run elsewhere: {where}")
+    if not can_beat and claim.host not in (*over, machine_name()):
+        text = "its heartbeat cannot change while the store is full, so it may run elsewhere"
+        return End(name, True, f"{text}: {where}. Free some space, and repeat the command")
     lost = f"; lost {work}" if (work := lost_work(now)) else ""
     seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
     return End(name, False, f"gone without a leave record{seen}")
