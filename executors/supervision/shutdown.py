@@ -36,7 +36,7 @@ from diloco.run.record import Run, decode_run, read_run
 from diloco.runlog.reader import SUPERVISOR
 from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
-from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
+from executors.platforms.on_host.executor import REAP_S, claimed_process, newest_claims, unproven_process
 from executors.platforms.places import build_executor
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.lease import Lease, supervisor_of
@@ -54,7 +54,7 @@ from rendezvous.store import Store
 
 FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
 LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s
-KILLED_S = 5.0  # time for a killed process to end
+KILLED_S = REAP_S + 2.0  # time for a killed process to end, also if its exit code cannot be written
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
 
@@ -158,6 +158,10 @@ def _end_everything(
     launches = Launches(store, executor)
     try:
         launches.cancel(launches.waiting, 0.0)  # these launches have no process yet that could read the request
+        if not patience.can_beat:  # a process without a claim, as `publish`, has had no signal
+            claimed = [(h.pid, h.started) for h in _local_processes(store)]
+            for h in [h for h in _launched_here(launches) if (h.pid, h.started) not in claimed]:
+                processes.send_signal(h.pid, h.started, signal.SIGTERM, run=store.url)
         _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seize_if_needed(store, clock, patience, launches)
@@ -202,19 +206,21 @@ def _seize_if_needed(store: Store, clock: Clock, patience: Patience, launches: L
 
 def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
     """Kill or cancel every replica that has not left."""
-    there = launches.there
-    here = [h for h in there if not h.native and h.host == machine_name()]
-    local = {(h.pid, h.started): h for h in [*here, *_local_processes(store)]}
+    local = {(h.pid, h.started): h for h in [*_launched_here(launches), *_local_processes(store)]}
     for handle in local.values():
         if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, run=store.url, group=True):
             say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
-    rented = [h for h in there if h.native]
+    rented = [h for h in launches.there if h.native]
     for h in rented:
         say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; it is cancelled now")
     launches.cancel(rented, CANCEL_S)
     if rented:
         _wait_until_ended(store, clock, lambda: CANCELLED_S, launches)
     _wait_until_ended(store, clock, lambda: KILLED_S, launches)
+
+
+def _launched_here(launches: Launches) -> list[Handle]:
+    return [h for h in launches.there if not h.native and h.host == machine_name()]
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:

@@ -166,6 +166,27 @@ def test_another_store_s_fault_still_ends_stop(store: FileStore, start: Start, e
     assert lives(child)
 
 
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGKILL], ids=["leaves", "stays"])
+def test_a_process_without_a_claim_ends_though_its_exit_code_cannot_be_written(
+    store: FileStore, start: Start, asked: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `publish` got no SIGTERM, and once killed it "may still run"."""
+    child, clock = start(store.url), NoWait()
+    card = Handle(store.url, "publish", 1, "local", **identity(child.pid))
+    create_process_file(str(make_process_folder(store.url) / "publish.1"), card.to_dict())
+    journal = Journal(store, clock, SUPERVISOR, 1)
+    journal.emit("launched", slot="publish", attempt=1, executor="local", handle=card.to_dict())
+    journal.flush()
+    send = processes.send_signal
+    monkeypatch.setattr(
+        processes, "send_signal", lambda pid, at, sig, **how: sig == asked and send(pid, at, sig, **how)
+    )  # as if it ignored the other one
+    executor = LocalProcessExecutor([], method="spawn", clock=clock)
+    ends = stop_run(Unwritable(store.root), clock, 2.0, lambda text: None, executor)
+    assert ends and not [e for e in ends if e.live], ends
+    assert child.wait(10) == -asked
+
+
 HOSTILE: dict[str, Callable[[subprocess.Popen], dict[str, Any]]] = {
     "an unrelated process": lambda p: identity(p.pid),
     "another machine of this name": lambda p: {**identity(p.pid), "host": f"{socket.gethostname()}~0123456789ab"},

@@ -223,7 +223,7 @@ def test_a_slow_clock_of_a_running_replica_ends_no_bill(hours: float, skew_h: fl
         "left, slow, lease",
         "left, slow",
         "left, slow, steps",
-    ],  # fmt: skip
+    ],
 )
 def test_the_bill_of_a_dead_replica_ends_where_a_source_tells(dead: Report, usd: float) -> None:
     assert costs(dead, T + 12.0 * HOUR).usd == pytest.approx(usd)
