@@ -72,9 +72,9 @@ def refuse_second(run: str | Store) -> None:
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
     if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):
         raise OuterError(
-            f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get the "
-            "run's weights and take no step. Write a script of its own for it, with another run; `diloco export` writes this "
-            "run's model for that script"
+            f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get "
+            "the run's weights and take no step. Write a script of its own for it, with another run; `diloco export` "
+            "writes this run's model for that script"
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -497,11 +498,33 @@ def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_replica_s_lease(ju
     assert not life._is_lease_over()
 
 
+def kernel(clock: ManualClock, suspended_s: Callable[[], float] = lambda: 0.0) -> SimpleNamespace:
+    """Linux's module `time`: the clock since boot has the seconds of suspensions, the monotonic one not."""
+    clocks = {1: clock.now, 7: lambda: clock.now() + suspended_s()}
+    return SimpleNamespace(
+        time=clock.wall, monotonic=clock.now, CLOCK_MONOTONIC=1, CLOCK_BOOTTIME=7, clock_gettime=lambda n: clocks[n]()
+    )
+
+
+def test_a_suspension_of_the_machine_prolongs_no_launcher_s_lease(monkeypatch) -> None:
+    """Before: the lease stood still with the machine, so the replica outlived its launcher by half an hour."""
+    clock, suspended = JumpingClock(), [0.0]
+    monkeypatch.setattr(container, "time", kernel(clock, lambda: suspended[0]))
+    until = [clock.wall() + 200.0]
+    word = LauncherWord(100.0, lambda: until[0])
+    assert not word.is_over
+    clock.jump = suspended[0] = HOUR
+    until[0] += HOUR  # the launcher lives
+    assert not word.is_over
+    clock.jump = suspended[0] = 2 * HOUR
+    assert word.is_over
+
+
 def test_a_clock_that_is_set_right_prolongs_no_launcher_s_lease(monkeypatch) -> None:
     """An hour behind at the first look, then right: the replica outlived its launcher by an hour."""
     clock = JumpingClock()
     clock.jump = -HOUR
-    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    monkeypatch.setattr(container, "time", kernel(clock))
     until = [ManualClock.wall(clock) + 200.0]
     word = LauncherWord(100.0, lambda: until[0])
     assert not word.is_over
@@ -518,7 +541,7 @@ def test_a_clock_that_is_set_right_prolongs_no_launcher_s_lease(monkeypatch) -> 
 @pytest.mark.parametrize("jump", [-3 * 86400.0, 5 * HOUR])
 def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_launcher_s_lease(jump: float, monkeypatch) -> None:
     clock = JumpingClock()
-    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    monkeypatch.setattr(container, "time", kernel(clock))
     until = clock.wall() + 200.0
     word = LauncherWord(100.0, lambda: until)
     assert not word.is_over
