@@ -142,10 +142,10 @@ def _end_time(
     events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], report: Report, now: float
 ) -> float | None:
     """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
+    began = _begin_time(events[0])
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
-    began = _begin_time(events[0])
-    told = list[float]()  # by the replica, whose clock may be wrong
+    told = list[float]()  # ends told by the replica, whose clock may be wrong
     for session in newest:
         beat = report.beats.get(session.slot)
         own = beat if beat is not None and beat.generation == session.generation else None
