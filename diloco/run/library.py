@@ -41,13 +41,12 @@ def open_session(
 
     desired: replicas, min_replicas and steps of a new run.   settings: Session's, unless `diloco launch` set them.
     """
-    if isinstance(run, str):
-        if (held := launched_session(run, slot, desired["steps"])) is not None:
-            return held
+    if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
+        return held
+    if not url_of(run).startswith("memory://"):  # replicas of such a run are all in this process
         refuse_second(run)
-        if not run.startswith("memory://"):  # replicas of such a run are all in this process
-            OPENED.add(one_spelling(run))
-    store = under_key(open_store(current_url(run)) if isinstance(run, str) else run, clock, run_key())
+        OPENED.add(one_spelling(run))
+    store = _reach(run, clock)
     slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
     ensure_slot(store, clock, slot, **desired)
     return Session(store, slot, clock=clock, generation=generation, **settings)
@@ -67,27 +66,35 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     return session
 
 
-def refuse_second(url: str) -> None:
+def refuse_second(run: str | Store) -> None:
     """Raise OuterError if this process has already trained in the run, to its end if you started the process."""
-    session = LAUNCHED.get(one_spelling(url))
+    session = LAUNCHED.get(one_spelling(run))
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
-    if has_trained or (one_spelling(url) in OPENED and _has_ended(url)):
+    if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):
         raise OuterError(
-            f"this process has already trained in {url}, and a run has one training: a second one would get the run's "
-            "weights and take no step. Write a script of its own for it, with another run; `diloco export` writes this "
-            "run's model for that script"
+            f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get "
+            "the run's weights and take no step. Write a script of its own for it, with another run; `diloco export` "
+            "writes this run's model for that script"
         )
 
 
-def one_spelling(url: str) -> str:
-    """Return the same URL for `./run`, `run/`, a link to it and `file:///…/run`."""
-    scheme, _, path = (found := open_store(url).url).partition("://")
+def one_spelling(run: str | Store) -> str:
+    """Return the same URL for `./run`, `run/`, a link to it, `file:///…/run` and a store of it."""
+    scheme, _, path = (found := url_of(open_store(run) if isinstance(run, str) else run)).partition("://")
     return f"file://{os.path.realpath(path)}" if scheme == "file" else found
 
 
-def _has_ended(url: str) -> bool:
-    store = under_key(open_store(current_url(url)), SystemClock(), run_key())
+def url_of(run: str | Store) -> str:
+    return run if isinstance(run, str) else run.url
+
+
+def _has_ended(run: str | Store) -> bool:
+    store = _reach(run, SystemClock())
     return is_finished(store, read_control(store))
+
+
+def _reach(run: str | Store, clock: Clock) -> Store:
+    return under_key(open_store(current_url(run)) if isinstance(run, str) else run, clock, run_key())
 
 
 def ensure_slot(
@@ -106,8 +113,7 @@ def ensure_slot(
 
 def first_replicas(url: str) -> int:
     """Return a run's first number of replicas, which decides the shares of its rows; 0 without a run."""
-    store = under_key(open_store(current_url(url)), SystemClock(), run_key())
-    record = decode_or_none(Control, store.get(layout.control_key(0)))
+    record = decode_or_none(Control, _reach(url, SystemClock()).get(layout.control_key(0)))
     return record.replicas or 0 if record is not None else 0
 
 

@@ -5,7 +5,7 @@
     spent    ███████████████████████████░░░░░  84 %                        budget        80 % of max_usd or max_hours
     r00      train ███░░░░ wait      r01  train ███████                    waits         a quarter of the time
     commits  snapshot 8 … head 31, one every 4 steps                       snapshot_late
-    beat     at 12:00, and the step that it follows at 14:00               clock         a minute and more
+    beat     at 12:00, and a step that it follows at 14:00                 clock         a minute and more
     r00, r02: trl 1.16.0      r01: trl 1.15.0                               versions
 
 Each detector is a pure function of a report, the time and the costs.
@@ -22,8 +22,20 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import PARTS, Step
 from diloco.units import dollars, duration
-from diloco.views.overview import run_state, seconds_per_step, silent_s, written_at
+from diloco.views.overview import (
+    SKEW_S,
+    dated_steps,
+    is_fresh,
+    newest_step_at,
+    run_state,
+    seconds_per_step,
+    session_of,
+    silent_s,
+    step_gaps,
+    written_at,
+)
 from diloco.views.trouble import Spending, Trouble, trouble
+from rendezvous.records.records import Beat
 
 STALL = 3.0  # × the median of the newest outer steps
 LEAST_GAPS = 3  # a run with fewer intervals is warming up
@@ -34,7 +46,6 @@ BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # older steps are not reported
 WAITS = 0.25  # of a replica's time
 LEAST_WAITS = 3  # minimal number of timed steps among the newest
-SKEW_S = 60.0  # a smaller difference of clocks is not reported
 SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
 
@@ -43,7 +54,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
     if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
         return []
     usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
-    open_s = now - _open_since(report) - _evaluated_s(report)
+    open_s = now - _open_since(report, now) - _evaluated_s(report, now)
     if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
         return []
     text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
@@ -53,33 +64,33 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
 
 def _median_s(report: Report) -> float:
     """Return the median seconds of all outer steps, so that a few quick ones (without a slow replica) do not count."""
-    return median([max(0.0, later.at - sooner.at) for sooner, later in pairwise(report.steps)])
+    return median(step_gaps(report.steps))
 
 
-def _open_since(report: Report) -> float:
+def _open_since(report: Report, now: float) -> float:
     """Return the time of the newest commit, or the later begin of a supervisor or of the first running session."""
     begins = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
     running = [x for x in report.sessions if x.how == "running" and x.slot in report.slots]
     joined = [x.joined for x in running if x.joined is not None]
-    return max([report.steps[-1].at, *begins, *([min(joined)] if joined else [])])
+    return max([newest_step_at(report, now), *begins, *([min(joined)] if joined else [])])
 
 
 def _evaluates(report: Report, now: float) -> bool:
     """Whether a live replica scores held-out prompts, by its heartbeat.  A watchdog ends one that hangs."""
-    return any(b.evaluates and now - b.at <= silent_s(report.url) for b in report.beats.values())
+    return any(b.evaluates and is_fresh(b, report, now) for b in report.beats.values())
 
 
-def _evaluated_s(report: Report) -> float:
+def _evaluated_s(report: Report, now: float) -> float:
     """Return the open step's seconds of evaluation."""
-    since = report.steps[-1].at
+    since = newest_step_at(report, now)
     spans = [e.get("seconds") for e in report.of_kind("evaluated") if e["at"] > since]
     return max((s for s in spans if isinstance(s, int | float)), default=0.0)
 
 
 def _who_is_there(report: Report, now: float) -> str:
     names = report.wanted.slot_names
-    there = [b for s, b in sorted(report.beats.items()) if s in names and now - b.at <= silent_s(report.url)]
-    there = [b for b in there if b.phase != "left"]
+    there = [b for s, b in sorted(report.beats.items()) if s in names and b.phase != "left"]
+    there = [b for b in there if is_fresh(b, report, now)]
     notes = [f"{b.slot}: {b.note}" for b in there if b.note][:1]
     return "; ".join([f"{len(there)} of {len(names)} replicas beat", *notes])
 
@@ -278,8 +289,8 @@ def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     """Find running replicas whose clock differs by a minute or more from this machine's, or from the outer steps."""
     running = {x.slot for x in report.sessions if x.how == "running"}
     beats = [beat for slot, beat in sorted(report.beats.items()) if slot in running and beat.phase != "left"]
-    skews = [(beat, beat.at - min(written_at(beat, report.steps, now), now)) for beat in beats]
-    advice = "set that machine's clock; until then, hours, prices and the order of logs may be wrong"
+    skews = [(beat, _skew(beat, report, now)) for beat in beats]
+    advice = "set that machine's clock; until then, ages, hours, prices and the order of logs may be wrong"
     if run_state(report) == "running" and len(skews) > 1 and (least := min(skew for _, skew in skews)) >= SKEW_S:
         text = f"this machine's clock is {duration(least)} behind the clocks of all {len(skews)} replicas"
         return [trouble("clock", text, "set this machine's clock; until then, ages and prices are wrong", step=0)]
@@ -294,6 +305,20 @@ def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
         for beat, skew in skews
         if run_state(report) == "running" and abs(skew) >= SKEW_S
     ]
+
+
+def _skew(beat: Beat, report: Report, now: float) -> float:
+    """Return the seconds by which the clock behind a heartbeat is ahead, of this machine's or (< 0) of outer steps'."""
+    skew = beat.at - min(written_at(beat, report, now), now)
+    if abs(skew) >= SKEW_S or now - beat.at < SKEW_S:
+        return skew
+    latest = fall = 0.0  # of commits: a later one with an earlier time
+    for step in dated_steps(report, now):
+        if step.by == session_of(beat):
+            fall = max(fall, latest - step.at)
+        else:
+            latest = max(latest, step.at)
+    return -fall
 
 
 def versions(report: Report, now: float, spent: Spending | None) -> list[Trouble]:

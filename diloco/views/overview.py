@@ -4,11 +4,14 @@
                                          └─ now      ETA: (T − t) of these, minus the time of the open step
     commit t    samples 192 of r01 ──▶ samples per second of r01: 192 / 43 s, including its waits
     beat        phase, inner i of H, read at 12:00:03, written at 12:00:01: 2 s old, or silent
+    clocks      r01's heartbeat of 09:00 follows r00's commit of 12:00: r01's clock is behind, it was written at 12:00
+                r00's heartbeat is of 14:00, and it is 12:00 here: r00's clock is ahead, its commits date no heartbeat
     steps       reward, loss, KL, entropy, length; evaluation ──▶ a MetricCurve each, by outer step
 
 Costs are not in it, because only executors know prices (executors/supervision/costs.py).
 
-Not promised: the ETA of a fleet that changes; it uses the current seconds per step.
+Not promised: the ETA of a fleet that changes; it uses the current seconds per step.  The age of a heartbeat by a clock
+that is ahead, or by one that is behind if no other replica closes outer steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +28,8 @@ from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
 OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
+FOLLOWED = 100  # newest outer steps that may show when a heartbeat was written
+SKEW_S = 60.0  # least difference of a clock that counts as wrong
 SILENT_S, SILENT_FAR_S = 3.0, 15.0  # age of a heartbeat; a store far away gets one every 5 s
 LABELS = {
     "reward": "reward",
@@ -113,7 +118,7 @@ def overview(report: Report, now: float, *, read_at: Mapping[str, float] | None 
     """Compute the overview.   now: Unix time.   read_at: slot -> time of its heartbeat's read (default: now)."""
     state = run_state(report)
     step_s = seconds_per_step(report.steps)
-    open_s = now - report.steps[-1].at if report.steps and state == "running" else None
+    open_s = now - newest_step_at(report, now) if report.steps and state == "running" else None
     snapshot = report.snapshot if report.steps else None
     return Overview(
         name=report.name,
@@ -170,9 +175,20 @@ def _elapsed_s(report: Report, state: str, now: float) -> float:
 
 def seconds_per_step(steps: Sequence[Step]) -> float | None:
     """Return the median seconds of the newest outer steps; None before the second commit."""
-    newest = [step.at for step in steps[-PACE_STEPS - 1 :]]
-    gaps = [max(0.0, later - sooner) for sooner, later in pairwise(newest)]
+    gaps = step_gaps(steps[-PACE_STEPS - 1 :])
     return median(gaps) if gaps else None
+
+
+def step_gaps(steps: Sequence[Step]) -> list[float]:
+    """Return the seconds of outer steps; if a time falls by SKEW_S, only from commits of the same closer."""
+    pairs = list(pairwise(steps))
+    if any(before.at - step.at >= SKEW_S for before, step in pairs):
+        newest, own = dict[str, Step](), list[tuple[Step, Step]]()
+        for step in steps:
+            own += [(newest[step.by], step)] if step.by in newest else []
+            newest[step.by] = step
+        pairs = own or pairs
+    return [max(0.0, step.at - before.at) / (step.t - before.t) for before, step in pairs]
 
 
 def _eta_s(report: Report, state: str, step_s: float | None, open_s: float | None) -> float | None:
@@ -228,7 +244,7 @@ def _session_row(session: SessionSummary, *, is_newest: bool) -> SessionRow:
 def _with_beat(
     row: SessionRow, beat: Beat, report: Report, *, now: float, read_at: float, rate: float | None
 ) -> SessionRow:
-    written = written_at(beat, report.steps, now)
+    written = written_at(beat, report, now)
     phase = phase_of(beat, report.url, read_at - written)
     return replace(
         row,
@@ -243,12 +259,38 @@ def _with_beat(
     )
 
 
-def written_at(beat: Beat, steps: Sequence[Step], now: float) -> float:
-    """Return the Unix time at which a heartbeat was written: by its own clock, but not before the step that it follows.
+def written_at(beat: Beat, report: Report, now: float) -> float:
+    """Return the Unix time at which a heartbeat was written: by its clock, but not before the steps that it follows.
 
     A replica whose clock is behind is alive while the outer steps that it has applied are new."""
-    followed = next((step.at for step in reversed(steps) if step.t < beat.step), 0.0)
-    return max(beat.at, min(followed, now))
+    return max([beat.at, *(min(step.at, now) for step in dated_steps(report, now) if step.t < beat.step)])
+
+
+def dated_steps(report: Report, now: float) -> list[Step]:
+    """Return the newest outer steps, except those that a session with a clock ahead of this machine's has closed.
+
+    The time of a step is too early if its closer's clock is behind."""
+    told = [(session_of(beat), beat.at) for beat in report.beats.values()]
+    told += [(step.by, step.at) for step in report.steps[-FOLLOWED:]]
+    ahead = {session for session, at in told if at - now >= SKEW_S}
+    return [step for step in report.steps[-FOLLOWED:] if step.by not in ahead]
+
+
+def session_of(beat: Beat) -> str:
+    return f"{beat.slot}-{beat.generation}"
+
+
+def newest_step_at(report: Report, now: float) -> float:
+    """Return the Unix time of the newest commit: not before earlier ones, and without its closer's lead."""
+    step = report.steps[-1]
+    beats = [beat for beat in report.beats.values() if session_of(beat) == step.by]
+    lead = max([beat.at - now for beat in beats if beat.at - now >= SKEW_S], default=0.0)
+    return max([step.at - lead, *(min(step.at, now) for step in dated_steps(report, now))])
+
+
+def is_fresh(beat: Beat, report: Report, now: float) -> bool:
+    """Whether the heartbeat is not older than that of a live session."""
+    return now - written_at(beat, report, now) <= silent_s(report.url)
 
 
 def phase_of(beat: Beat, url: str, age_s: float) -> str:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from diloco.runlog.reader import Report
 from diloco.runlog.scope import SAMPLED, Focus
 from diloco.runlog.sessions import SessionSummary
-from diloco.views.overview import silent_s
+from diloco.views.overview import silent_s, written_at
 from rendezvous.records.records import Beat
 
 RATE = 1.0  # requests per second; a month of these costs a dollar at S3's price
@@ -90,7 +90,7 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
             beat is None
             or session is None
             or not _is_settled(beat, session)
-            or read_at - beat.at > silent_s(report.url)
+            or read_at - written_at(beat, report, now) > silent_s(report.url)
         ):
             yield ("sessions", slot)
         elif beat.step != asked.log_steps.get(slot):

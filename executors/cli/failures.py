@@ -5,6 +5,7 @@
 Not promised: that the same command works later; the text says when it may.
 """
 
+import errno
 import os
 
 BUSY = (
@@ -14,6 +15,10 @@ BUSY = (
 CLOSED = (
     "this user may not open {}: permission denied. Use the account that owns it, or let its owner make it readable "
     "(chmod -R a+rX on a run's folder)"
+)
+FORBIDDEN = (
+    "{}: operation not permitted. This machine forbids it to every account: its file system (a file that is immutable, "
+    "a mount without this right), a sandbox or a privacy setting. Change that, or use another folder"
 )
 LOST = (
     "no space left for the output of this command (stdout). Free some space there, or redirect the output; then repeat "
@@ -53,7 +58,8 @@ def explain_error(error: Exception) -> tuple[str, int]:
         full = f"no space left on this machine's disk for its files{_where(error)}"
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, PermissionError) and error.filename:
-        return CLOSED.format(error.filename), exitcodes.USER_ERROR
+        words = FORBIDDEN if error.errno == errno.EPERM else CLOSED
+        return words.format(error.filename), exitcodes.USER_ERROR
     return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
 
 

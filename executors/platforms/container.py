@@ -81,11 +81,13 @@ def _run_timed(
 
 
 class LauncherWord:
-    """A launcher's lease, read again after each quarter of lease_s.   until: as in `run_replica`; None: no lease."""
+    """A launcher's lease, read again after each quarter of lease_s.   until: as in `run_replica`; None: no lease.
+
+    The time in which the machine was suspended counts."""
 
     def __init__(self, lease_s: float, until: Callable[[], float] | None) -> None:
         self._ask = until if lease_s else None
-        self._until, self._first = 0.0, time.monotonic() + lease_s
+        self._until, self._first = 0.0, _since_boot() + lease_s
         self._ends = self._first
         self.look_s = lease_s / 4 if self._ask else FOREVER_S
 
@@ -95,8 +97,13 @@ class LauncherWord:
             return False
         with suppress(Exception):  # without an answer, the lease that we know stays in force
             if (until := self._ask()) > self._until:
-                self._until, self._ends = until, max(self._first, time.monotonic() + until - time.time())
-        return time.monotonic() > self._ends
+                self._until, self._ends = until, max(self._first, _since_boot() + until - time.time())
+        return _since_boot() > self._ends
+
+
+def _since_boot() -> float:
+    """Return seconds that never run backward; Linux's `time.monotonic` stands still while the machine is suspended."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _run_child(

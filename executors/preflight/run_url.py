@@ -34,10 +34,10 @@ def checked_url(url: str) -> str:
     if url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
     try:
-        open_store(url)
+        store = open_store(url)
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None
-    return url.replace("file://localhost/", "file:///", 1) if url.startswith("file://localhost/") else url
+    return store.url if url.startswith("file://") and not url.startswith("file:///") else url  # file://localhost/x
 
 
 def is_folder(url: str) -> bool:

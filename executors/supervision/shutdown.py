@@ -7,7 +7,8 @@
                                                             it has no live process and can show no late one any more
                                                          ─▶ read every heartbeat once more: none changes
                                                          ─▶ stop the run's boxes, if it has any (boxes.py)
-    no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine
+    no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine; replicas
+                                elsewhere may live: without space, no heartbeat can change
 
     --purge: control: places, former ──▶ each executor's purge ──▶ descriptions
 
@@ -35,7 +36,7 @@ from diloco.run.record import Run, decode_run, read_run
 from diloco.runlog.reader import SUPERVISOR
 from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
-from executors.platforms.on_host.executor import claimed_process, newest_claims, unproven_process
+from executors.platforms.on_host.executor import REAP_S, claimed_process, newest_claims, unproven_process
 from executors.platforms.places import build_executor
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
 from executors.supervision.lease import Lease, supervisor_of
@@ -53,7 +54,7 @@ from rendezvous.store import Store
 
 FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
 LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s
-KILLED_S = 5.0  # time for a killed process to end
+KILLED_S = REAP_S + 2.0  # time for a killed process to end, also if its exit code cannot be written
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
 
@@ -72,9 +73,11 @@ class Patience:
 
     A replica that has ended an inner step since the request uploads, and may take longer (grace.leave_s).
     grace_s: fixed seconds, or None to follow the heartbeats.
+    can_beat: whether the store has had room for each record. Without room, an unchanged heartbeat proves no end.
     """
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
+        self.can_beat = True
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
@@ -129,9 +132,10 @@ def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[
     try:
         lost = write_stop(store, clock)
     except StoreFull as error:
+        patience.can_beat = False
         say(
             f"warning: the request to stop could not be written: {error}\nwarning: processes of this machine get a "
-            "signal instead, and platforms cancel theirs; a supervisor elsewhere does not know of this stop"
+            "signal instead, and platforms cancel theirs; a supervisor and replicas elsewhere do not know of this stop"
         )
         return _signal_here(store, signal.SIGTERM)
     if lost:
@@ -154,16 +158,20 @@ def _end_everything(
     launches = Launches(store, executor)
     try:
         launches.cancel(launches.waiting, 0.0)  # these launches have no process yet that could read the request
+        if not patience.can_beat:  # a process without a claim, as `publish`, has had no signal
+            claimed = [(h.pid, h.started) for h in _local_processes(store)]
+            for h in [h for h in _launched_here(launches) if (h.pid, h.started) not in claimed]:
+                processes.send_signal(h.pid, h.started, signal.SIGTERM, run=store.url)
         _wait_until_ended(store, clock, patience.seconds, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
-        lease = _seize_if_needed(store, clock, launches)
+        lease = _seize_if_needed(store, clock, patience, launches)
         _end_remaining(store, clock, patience.seconds(), say, launches)
         left = _sweep_until_none(clock, say, launches)
         if launches.strangers and lease is None:
-            lease = _seize_if_needed(store, clock, launches)
+            lease = _seize_if_needed(store, clock, patience, launches)
         _write_down(store, clock, lease, launches)
         found = [End("platform", True, text) for text in left] or _stranger_ends(launches)
-        return [*prove_ends(store, clock, launches), *found, *_end_boxes(store)]
+        return [*prove_ends(store, clock, launches, can_beat=patience.can_beat), *found, *_end_boxes(store)]
     finally:
         launches.close()
 
@@ -180,7 +188,7 @@ def _end_boxes(store: Store) -> list[End]:
     return []
 
 
-def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | None:
+def _seize_if_needed(store: Store, clock: Clock, patience: Patience, launches: Launches) -> Lease | None:
     """Seize the supervisor's lease, so that no supervisor launches any more; None if no process is left to end.
 
     Without room for the claim, the processes of this machine are killed."""
@@ -191,25 +199,28 @@ def _seize_if_needed(store: Store, clock: Clock, launches: Launches) -> Lease | 
     except Fenced:
         return None
     except StoreFull:
+        patience.can_beat = False
         _signal_here(store, signal.SIGKILL)
         return None
 
 
 def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
     """Kill or cancel every replica that has not left."""
-    there = launches.there
-    here = [h for h in there if not h.native and h.host == machine_name()]
-    local = {(h.pid, h.started): h for h in [*here, *_local_processes(store)]}
+    local = {(h.pid, h.started): h for h in [*_launched_here(launches), *_local_processes(store)]}
     for handle in local.values():
         if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, run=store.url, group=True):
             say(f"{handle.slot}: pid {handle.pid} was still there after {grace_s:.0f} s; killed")
-    rented = [h for h in there if h.native]
+    rented = [h for h in launches.there if h.native]
     for h in rented:
         say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; it is cancelled now")
     launches.cancel(rented, CANCEL_S)
     if rented:
         _wait_until_ended(store, clock, lambda: CANCELLED_S, launches)
     _wait_until_ended(store, clock, lambda: KILLED_S, launches)
+
+
+def _launched_here(launches: Launches) -> list[Handle]:
+    return [h for h in launches.there if not h.native and h.host == machine_name()]
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
@@ -251,14 +262,14 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 # -------------------------------------------------------------------- the proof
 
 
-def prove_ends(store: Store, clock: Clock, launches: Launches) -> list[End]:
+def prove_ends(store: Store, clock: Clock, launches: Launches, *, can_beat: bool) -> list[End]:
     """Return an End for each claimed slot and each launch on a platform, with the evidence of its end or its life."""
     over = launches.ended_places
     claims = newest_claims(store)
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
     if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
         clock.sleep(LOOK_S)
-    found = [_prove_claim_end(store, c, before[c.slot], over) for c in claims]
+    found = [_prove_claim_end(store, c, before[c.slot], over, can_beat=can_beat) for c in claims]
     found += [_launch_end(launches, h) for h in launches.there]
     found += _never_began(launches, {c.slot for c in claims})
     supervisor = _other_supervisor(store)
@@ -297,7 +308,7 @@ def _launch_end(launches: Launches, handle: Handle) -> End:
     return End(f"{handle.slot}.{handle.attempt}", True, text)
 
 
-def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str]) -> End:
+def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str], *, can_beat: bool) -> End:
     name = f"{claim.slot}-{claim.generation}"
     process = claimed_process(store.url, claim)
     if process is not None:
@@ -311,9 +322,12 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
     now = _beat_of_claim(store, claim)
     if now is not None and now.phase == "left":
         return End(name, False, f"left at outer step {now.step}")
+    where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
-        where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
         return End(name, True, f"its heartbeat changes, so it may run elsewhere: {where}")
+    if not can_beat and claim.host not in (*over, machine_name()):
+        text = "its heartbeat cannot change while the store is full, so it may run elsewhere"
+        return End(name, True, f"{text}: {where}. Free some space, and repeat the command")
     lost = f"; lost {work}" if (work := lost_work(now)) else ""
     seen = "" if now is None else f", last seen at outer step {now.step}{lost}"
     return End(name, False, f"gone without a leave record{seen}")

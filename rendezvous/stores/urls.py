@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 NO_INODES = "Delete some files there: the disk has no inode left, though it may have space (df -i)"
+HERE = ("localhost", "127.0.0.1")
 ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?!/)", re.IGNORECASE)
 
 
@@ -19,10 +20,12 @@ def plain_spelling(url: str) -> str:
         refuse_one_slash(url)
     elif scheme != scheme.lower():
         raise ValueError(f"no store for {scheme}://: write it in lower case, {scheme.lower()}://{shown}")
-    elif scheme == "file" and rest.startswith("localhost/"):
-        return f"file:///{rest.removeprefix('localhost/')}"
     elif scheme == "file" and rest[:1] not in ("", "/"):
-        host = rest.partition("/")[0]
+        host, _, path = rest.partition("/")
+        if host.lower() in HERE and path:
+            return f"file:///{path}"
+        if host.lower() in HERE:
+            raise ValueError(f"file://{rest} names this machine, and no folder of it: write file:///the/folder")
         raise ValueError(
             f"file://{rest} names the machine {host}, not a folder of this one: did you mean file:///{rest} or {rest}?"
         )

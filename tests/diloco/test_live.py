@@ -132,6 +132,10 @@ def test_what_is_most_overdue_goes_first_and_a_spent_budget_waits() -> None:
     assert next_focus(report, AskedSoFar(at, steps), now=now, budget=0.5) is None
     quiet = next_focus(report, AskedSoFar(at, steps), now=now, budget=50)
     assert quiet == Focus(False, False, frozenset(), frozenset(), frozenset(), 4)
+    report.steps[-1].at = now - 2
+    report.beats = {**beats, "r00": Beat("r00", 1, 1, "train", 5, 1, 0.0, now - 7200)}
+    assert next_focus(report, AskedSoFar(at, steps), now=now, budget=50) == quiet, "a clock that is behind"
+    report.beats = beats
     at[("beat", "r02")] = now - 30
     assert next_focus(report, AskedSoFar(at, steps), now=now, budget=2) == Focus(
         False, False, frozenset({"r02"}), frozenset(), frozenset(), 4

@@ -627,6 +627,7 @@ def test_a_second_loop_in_one_process_is_refused(
             model(torch.ones(2)).square().sum().backward()
             optimizer.step()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    for spelled in (url, f"{tmp_path}/./run/", f"{tmp_path}/link"):
+    stores = open_store(url), open_store(str(tmp_path / "link"))
+    for spelled in (url, f"{tmp_path}/./run/", f"{tmp_path}/link", *stores):
         with pytest.raises(OuterError, match="has already trained in"):
             StoreManager(spelled, steps=1)

@@ -1,5 +1,6 @@
 """The command line: what it says, how fast, and that nothing it answers needs torch."""
 
+import errno
 import json
 import os
 import re
@@ -378,8 +379,9 @@ def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
     def closed(path="."):
         if not str(path).endswith(("processes", "runs/x")):
             return scan(path)
-        raise PermissionError(13, "Permission denied", str(path))
+        raise PermissionError(kind, os.strerror(kind), str(path))
 
+    kind = errno.EACCES
     with monkeypatch.context() as another:
         another.setattr(os, "scandir", closed)
         err = complaint(capsys, "logs", run.url, "r00")
@@ -387,6 +389,9 @@ def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
     with monkeypatch.context() as another:
         another.setattr(run_url, "shareable_url", closed)
         assert "this user may not open runs/x: permission denied" in complaint(capsys, "resume", "runs/x")
+        kind = errno.EPERM
+        err = complaint(capsys, "resume", "runs/x")
+        assert "runs/x: operation not permitted. This machine forbids it" in err and "account that owns" not in err
 
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):

@@ -100,12 +100,15 @@ class Unwritable(FileStore):
     """As on a full disk: reads succeed."""
 
     error: type[StoreRefused] = StoreFull
+    below = ""  # keys that cannot be written
 
     def put(self, key: str, body: Body) -> None:
+        if not key.startswith(self.below):
+            return super().put(key, body)
         raise self.error("cannot write it: No space left on device. Free some space on that disk")
 
     def create(self, key: str, body: Buffer) -> None:
-        self.put(key, body)
+        self.put(key, body) if key.startswith(self.below) else super().create(key, body)
 
 
 def test_stop_ends_this_machine_s_processes_though_no_record_can_be_written(store: FileStore, start: Start) -> None:
@@ -117,7 +120,24 @@ def test_stop_ends_this_machine_s_processes_though_no_record_can_be_written(stor
     ends = stop_run(full, NoWait(), 0.0, said.append)
     assert [(e.name, e.live) for e in ends] == [("r00-1", False)]
     assert supervisor.wait(10) == replica.wait(10) == -signal.SIGTERM and lives(bystander)
-    assert "could not be written: cannot write it: No space left" in said[0] and "a supervisor elsewhere" in said[0]
+    assert "could not be written: cannot write it: No space left" in said[0]
+    assert "replicas elsewhere do not know" in said[0]
+
+
+@pytest.mark.parametrize("full_at", [layout.CONTROLS, layout.CLAIMS], ids=["the request", "the lease"])
+def test_an_unchanged_heartbeat_on_a_full_disk_is_no_end(store: FileStore, full_at: str) -> None:
+    """Before: "no replica runs any more" and exit 0, while a replica of another machine trained on."""
+    write_control(store, SystemClock(), replicas=3)
+    there, here = f"gpu-box~{'5f' * 6}", machine_name()
+    for slot, host, phase in [("r00", there, "train"), ("r01", there, "left"), ("r02", here, "train")]:
+        claim(store, SystemClock(), slot, host=host, pid=2**22 + 1, started=3)
+        store.put(layout.beat_key(slot), Beat(slot, 1, 9, phase, 3, 0, 0.0, 1.0, host, 2**22 + 1).encode())
+    claim(store, SystemClock(), SUPERVISOR, host=there, pid=2**22 + 2, started=3)
+    full = Unwritable(store.root)
+    full.below = full_at
+    ends = {e.name: e for e in stop_run(full, NoWait(), 0.0, lambda text: None)}
+    assert [ends[name].live for name in ("r00-1", "r01-1", "r02-1")] == [True, False, False]
+    assert "it may run elsewhere: pid 4194305 on gpu-box. Free some space" in ends["r00-1"].text
 
 
 @pytest.mark.parametrize("who", ["r00", SUPERVISOR])
@@ -144,6 +164,27 @@ def test_another_store_s_fault_still_ends_stop(store: FileStore, start: Start, e
     with pytest.raises(error):
         stop_run(gone, NoWait(), 0.0, lambda text: None)
     assert lives(child)
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGKILL], ids=["leaves", "stays"])
+def test_a_process_without_a_claim_ends_though_its_exit_code_cannot_be_written(
+    store: FileStore, start: Start, asked: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `publish` got no SIGTERM, and once killed it "may still run"."""
+    child, clock = start(store.url), NoWait()
+    card = Handle(store.url, "publish", 1, "local", **identity(child.pid))
+    create_process_file(str(make_process_folder(store.url) / "publish.1"), card.to_dict())
+    journal = Journal(store, clock, SUPERVISOR, 1)
+    journal.emit("launched", slot="publish", attempt=1, executor="local", handle=card.to_dict())
+    journal.flush()
+    send = processes.send_signal
+    monkeypatch.setattr(
+        processes, "send_signal", lambda pid, at, sig, **how: sig == asked and send(pid, at, sig, **how)
+    )  # as if it ignored the other one
+    executor = LocalProcessExecutor([], method="spawn", clock=clock)
+    ends = stop_run(Unwritable(store.root), clock, 2.0, lambda text: None, executor)
+    assert ends and not [e for e in ends if e.live], ends
+    assert child.wait(10) == -asked
 
 
 HOSTILE: dict[str, Callable[[subprocess.Popen], dict[str, Any]]] = {

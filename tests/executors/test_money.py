@@ -3,6 +3,7 @@
 import json
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 from diloco.process.session import Session as ReplicaLife
 from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.steps import Step
 from diloco.units import dollars
 from executors.cli.looking.status import cost_line, costs_dict
 from executors.platforms import container
@@ -177,6 +179,55 @@ def test_sums_per_slot_and_per_executor():
 def test_without_a_clock_it_is_as_late_as_the_newest_sign_of_life():
     beat = Beat("r00", 1, 9, "train", 3, 0, 0.0, T + 1800.0, "modal/r00.1", 7)
     assert costs(report(launched(), sessions=[session()], beats={"r00": beat})).usd == pytest.approx(2.0)
+
+
+def dated(
+    hours: float, skew_h: float, phase: str = "train", until_h: float = 0.0, steps_h: tuple[float, ...] = ()
+) -> Report:
+    """A launch of T, its heartbeat after `hours` by a clock that is `skew_h` ahead, and r01's outer steps."""
+    beat = Beat("r00", 1, 9, phase, len(steps_h), 0, 0.0, T + (hours + skew_h) * HOUR, "modal/r00.1", 7)
+    found = report(launched(), sessions=[session()], beats={"r00": beat})
+    steps = [Step(t, T + at * HOUR, "r01-1", ("r01",), (), True) for t, at in enumerate(steps_h)]
+    return replace(found, wanted=replace(found.wanted, until=T + until_h * HOUR if until_h else 0.0), steps=steps)
+
+
+@pytest.mark.parametrize("hours", [0.2, 1.0, 10.0])
+@pytest.mark.parametrize("skew_h", [-20.0, -2.1, -2.0, -1.5, -1.0, -0.6, 0.0, 0.5])
+@pytest.mark.parametrize("known_by", [{"until_h": 0.3}, {"steps_h": (-0.01,)}], ids=["lease", "steps"])
+def test_a_slow_clock_of_a_running_replica_ends_no_bill(hours: float, skew_h: float, known_by: dict) -> None:
+    """Before: $0, and a budget without a limit, for a replica whose clock was two hours behind."""
+    later = {name: hours + at if name == "until_h" else tuple(hours + x for x in at) for name, at in known_by.items()}
+    found = costs(dated(hours, skew_h, **later), T + hours * HOUR)
+    assert (found.usd, found.rate_soon, found.rented) == (pytest.approx(4.0 * hours), 4.0, True)
+
+
+@pytest.mark.parametrize(
+    ("dead", "usd"),
+    [
+        (dated(0.5, 0.0), 4.0 * 1.0),  # its heartbeat, and then a lease
+        (dated(0.5, 0.0, until_h=0.8), 4.0 * 1.0),
+        (dated(0.5, 0.0, until_h=1.2), 4.0 * 1.2),  # a supervisor wrote a later lease
+        (dated(0.5, -2.0, until_h=0.8), 4.0 * 0.8),  # a wrong clock: the written lease alone
+        (dated(0.5, -2.0), 4.0 * 12.0),  # no source tells: too much rather than too little
+        (dated(0.2, 0.0, "left"), 4.0 * 0.2),
+        (dated(0.2, -0.4, "left", until_h=0.6), 4.0 * 0.6),
+        (dated(0.2, -0.4, "left"), 4.0 * 12.0),
+        (dated(0.5, -0.4, "left", steps_h=(0.1, 0.45)), 4.0 * 0.45),
+    ],
+    ids=[
+        "heartbeat",
+        "sooner lease",
+        "later lease",
+        "slow, lease",
+        "slow",
+        "left",
+        "left, slow, lease",
+        "left, slow",
+        "left, slow, steps",
+    ],
+)
+def test_the_bill_of_a_dead_replica_ends_where_a_source_tells(dead: Report, usd: float) -> None:
+    assert costs(dead, T + 12.0 * HOUR).usd == pytest.approx(usd)
 
 
 # -------------------------------------------------------------------- what is allowed
@@ -447,11 +498,33 @@ def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_replica_s_lease(ju
     assert not life._is_lease_over()
 
 
+def kernel(clock: ManualClock, suspended_s: Callable[[], float] = lambda: 0.0) -> SimpleNamespace:
+    """Linux's module `time`: the clock since boot has the seconds of suspensions, the monotonic one not."""
+    clocks = {1: clock.now, 7: lambda: clock.now() + suspended_s()}
+    return SimpleNamespace(
+        time=clock.wall, monotonic=clock.now, CLOCK_MONOTONIC=1, CLOCK_BOOTTIME=7, clock_gettime=lambda n: clocks[n]()
+    )
+
+
+def test_a_suspension_of_the_machine_prolongs_no_launcher_s_lease(monkeypatch) -> None:
+    """Before: the lease stood still with the machine, so the replica outlived its launcher by half an hour."""
+    clock, suspended = JumpingClock(), [0.0]
+    monkeypatch.setattr(container, "time", kernel(clock, lambda: suspended[0]))
+    until = [clock.wall() + 200.0]
+    word = LauncherWord(100.0, lambda: until[0])
+    assert not word.is_over
+    clock.jump = suspended[0] = HOUR
+    until[0] += HOUR  # the launcher lives
+    assert not word.is_over
+    clock.jump = suspended[0] = 2 * HOUR
+    assert word.is_over
+
+
 def test_a_clock_that_is_set_right_prolongs_no_launcher_s_lease(monkeypatch) -> None:
     """An hour behind at the first look, then right: the replica outlived its launcher by an hour."""
     clock = JumpingClock()
     clock.jump = -HOUR
-    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    monkeypatch.setattr(container, "time", kernel(clock))
     until = [ManualClock.wall(clock) + 200.0]
     word = LauncherWord(100.0, lambda: until[0])
     assert not word.is_over
@@ -468,7 +541,7 @@ def test_a_clock_that_is_set_right_prolongs_no_launcher_s_lease(monkeypatch) -> 
 @pytest.mark.parametrize("jump", [-3 * 86400.0, 5 * HOUR])
 def test_a_jump_of_the_wall_clock_neither_ends_nor_prolongs_a_launcher_s_lease(jump: float, monkeypatch) -> None:
     clock = JumpingClock()
-    monkeypatch.setattr(container, "time", SimpleNamespace(time=clock.wall, monotonic=clock.now))
+    monkeypatch.setattr(container, "time", kernel(clock))
     until = clock.wall() + 200.0
     word = LauncherWord(100.0, lambda: until)
     assert not word.is_over

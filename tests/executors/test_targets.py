@@ -166,15 +166,18 @@ def test_a_home_that_the_shell_did_not_name_is_no_folder_called_tilde(
     assert checked_url("~/mine") == f"{tmp_path}/mine"
 
 
-@pytest.mark.parametrize("typed", ["file://localhost{}", "file://{}", "{}"])
+@pytest.mark.parametrize("typed", ["file://localhost{}", "file://LOCALHOST{}", "file://127.0.0.1{}", "file://{}", "{}"])
 def test_a_folder_s_url_may_name_this_machine(tmp_path: Path, typed: str) -> None:
     url = checked_url(typed.format(tmp_path / "run"))
     assert open_store(url).url == open_store(typed.format(tmp_path / "run")).url == f"file://{tmp_path}/run"
-    assert not url.startswith("file://localhost"), "others cut off file:// alone"
+    assert url.removeprefix("file://").startswith("/"), "others cut off file:// alone"
 
 
 WRONG = {
     "file://tmp/x": "did you mean file:///tmp/x or tmp/x?",
+    "file://localhost": "names this machine, and no folder of it: write file:///the/folder",
+    "file://LocalHost/": "names this machine, and no folder of it",
+    "file://127.0.0.1": "names this machine, and no folder of it",
     "FILE:///tmp/x": "write it in lower case, file:///tmp/x",
     "S3://k:secret@bucket/x?secret=1": "write it in lower case, s3://bucket/x",
     "Modal://a/b": "write it in lower case, modal://a/b",

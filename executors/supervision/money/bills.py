@@ -5,7 +5,8 @@
 A bill counts the time that the platform reports for a launch.  Without a report it counts from the launch, without the
 wait for a machine, to the earliest of: the end that the platform names, the replica's leave record, the logged end.  If
 the supervisor that logged the end never saw the launch alive, the last heartbeat is the end.  If a launch has no end,
-and no heartbeat for the length of a lease, the bill ends after that lease.  In doubt the sum is too high.
+and no heartbeat for the length of a lease, the bill ends after that lease, and not before the lease that the supervisor
+wrote.  A replica's time from before its launch is of a wrong clock, and ends no bill.  In doubt the sum is too high.
 
 Only heartbeats count the costs of boxes, and control records count only launches, so that new boxes never hide lost
 bills.  A control record of an older release counts both: if the log is lost, its boxes are counted twice.
@@ -20,6 +21,7 @@ from typing import Any
 from diloco.events import LAUNCH_BEGINS
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.sessions import SessionSummary
+from diloco.views.overview import written_at
 from executors.supervision.costs import LEASE_S, Bill, Costs
 from executors.supervision.slots.slot_state import native_of
 from rendezvous.agreement.membership import launch_of
@@ -39,7 +41,7 @@ def costs(report: Report, now: float | None = None) -> Costs:
     by_process = _by_process(report.sessions)
     for events in _per_launch(billed_events(report)).values():
         sessions = _sessions_of(by_process, events[0])
-        ended = _end_time(events, sessions[-1:], report.beats, now)
+        ended = _end_time(events, sessions[-1:], report, now)
         billed = _told_span(events) or _billed_spans(events, sessions, now if ended is None else ended)
         bills.append(_make_bill(events, sessions, ended, _length(billed)))
         priced.append((bills[-1].usd_per_hour or 0.0, billed))
@@ -137,26 +139,32 @@ def _sessions_of(sessions: Mapping[Process, list[SessionSummary]], launch: Mappi
 
 
 def _end_time(
-    events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], beats: Mapping[str, Beat], now: float
+    events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], report: Report, now: float
 ) -> float | None:
     """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
+    began = _begin_time(events[0])
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
     told = list[float]()  # ends told by the replica, whose clock may be wrong
     for session in newest:
-        beat = beats.get(session.slot)
+        beat = report.beats.get(session.slot)
         own = beat if beat is not None and beat.generation == session.generation else None
         if own is not None and own.phase == "left":
-            told.append(own.at)
+            told.append(at if (at := written_at(own, report, now)) >= began else report.wanted.until)
         elif session.how in ("left", "done") and session.ended is not None:
             told.append(session.ended)
         elif own is not None and end is not None and end.get("unseen") is True:
-            told.append(own.at)
-        elif own is not None and end is None and now - own.at > LEASE_S:
-            told.append(own.at + LEASE_S)
-    began = _begin_time(events[0])
-    found += [min(at, now) for at in told if at >= began - LEASE_S]
+            told.append(written_at(own, report, now))
+        elif own is not None and end is None and (over := _lease_end(own, report, began, now)) < now:
+            told.append(over)
+    found += [min(at, now) for at in told if at >= began]
     return min(found, default=None)
+
+
+def _lease_end(beat: Beat, report: Report, began: float, now: float) -> float:
+    """Return the time at which a replica's lease is over, by its last heartbeat and by the newest control record."""
+    written = written_at(beat, report, now)
+    return max(written + LEASE_S if written >= began else 0.0, report.wanted.until)
 
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -25,7 +25,7 @@ from diloco.events import LAUNCH_BEGINS, LAUNCH_ENDS, WARNINGS, event_text
 from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.runlog.summary import solo_words
 from diloco.units import dollars, duration
-from diloco.views.overview import silent_s
+from diloco.views.overview import is_fresh
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
 from executors.supervision.money.bills import ENDS, costs
@@ -149,7 +149,7 @@ def message_lines(report: Report, now: float) -> list[str]:
 
 
 def is_listening(beat: Beat, report: Report, now: float) -> bool:
-    return beat.phase != "left" and now - beat.at <= silent_s(report.url) and not report.done
+    return beat.phase != "left" and is_fresh(beat, report, now) and not report.done
 
 
 # -------------------------------------------------------------------- slots that wait for their reward
@@ -214,7 +214,7 @@ def unserved(report: Report, now: float) -> list[str]:
 
 def _is_idle(report: Report, slot: str, before: History, now: float) -> bool:
     beat = report.beats.get(slot)
-    if beat is not None and beat.phase != "left" and now - beat.at <= silent_s(report.url):
+    if beat is not None and beat.phase != "left" and is_fresh(beat, report, now):
         return False
     return all(_has_left(beat, h.launched_at) for h in before.open)
 
