@@ -458,7 +458,7 @@ def test_the_publishers_check_tells_a_reward_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before: a curriculum that divides by max_steps was refused, or passed, at an end of 1,000,000,000 steps."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "x", "kind": 0}\n')
     (tmp_path / "rewards.py").write_text(
         "def score(trainer_state, **_):\n    raise ValueError(f'ends at {trainer_state.max_steps}')\n"
     )

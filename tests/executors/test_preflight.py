@@ -53,7 +53,7 @@ REWARD = """
 def score(completions, answer, **columns):
     return [float(len(str(c)) == len(a)) for c, a in zip(completions, answer)]
 """
-PROMPT = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+PROMPT = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4", "kind": 0}  # ToolWorld's tools read kind
 PAIR = {
     "state_id": "s1",
     "state_messages": [{"role": "user", "content": "look"}],

@@ -1,7 +1,9 @@
 """`reset`, `get_reward` and async tools of all rollouts at the same time, and the serial loop's results."""
 
 import asyncio
+import copy
 import json
+import pickle
 import signal
 import sys
 import threading
@@ -407,13 +409,70 @@ def test_an_async_reward_that_is_cancelled_may_be_asked_again(loop: Any) -> None
         assert ask(loop, first()) == 5 and not lanes.hung
 
 
-def test_a_class_with_slots_is_made_where_its_reset_runs() -> None:
-    class Slotted:
-        __slots__ = ()
+class Slotted:
+    __slots__ = ("thread",)
 
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def reset(self, **row: Any) -> bool:
+        return threading.get_ident() == self.thread != threading.main_thread().ident
+
+
+def test_a_class_with_slots_is_made_where_its_reset_runs() -> None:
+    """Before: its `reset` could not be hidden, so it had no lane."""
     lanes = Lanes(2)
-    assert lanes.wrap(Slotted, Slotted) is Slotted and lanes.wrap(None, None) is None
-    assert lanes.wrap(One, One) is not One
+    make = lanes.wrap(Slotted, Slotted)
+    ones = [make(), make()] if make else []
+    with methods_at_once(ones, "reset", [{}, {}], lanes):
+        assert [one.reset() for one in ones] == [True, True]
+    assert lanes.wrap(None, None) is None
+
+
+class Copying:
+    """An environment that looks ahead in a copy of itself, writes itself down, and clears itself."""
+
+    def reset(self, **row: Any) -> None:
+        vars(self).clear()
+        self.x = row["x"]
+
+    def tool(self) -> tuple[int, int, str, int]:
+        shallow, deep, read = copy.copy(self), copy.deepcopy(self), pickle.loads(pickle.dumps(self))
+        for number, one in enumerate((shallow, deep, read)):
+            one.reset(x=self.x + number)  # a copy's own `reset`
+        return shallow.x, deep.x, json.dumps(vars(self)), read.x
+
+    def get_reward(self) -> Any:
+        return self.tool()
+
+
+class Above(Copying):
+    def reset(self, **row: Any) -> None:
+        super().reset(**row)
+        self.x += 10
+
+
+def test_an_environment_may_copy_pickle_and_clear_itself() -> None:
+    """Before: with tool_workers, each tool that copied its environment failed, and the reward was 0."""
+    ones, lanes = [Copying(), Above(), Copying(), Above()], Lanes(4)
+    rows = [{"x": row} for row in range(4)]
+    with methods_at_once(ones, "reset", rows, lanes):
+        for one, row in zip(ones, rows, strict=True):
+            one.reset(**row)
+        assert [one.x for one in ones] == [0, 11, 2, 13]
+        assert ones[2].tool() == (2, 3, '{"x": 2}', 4) and ones[1].tool() == (21, 22, '{"x": 11}', 23)
+        with methods_at_once(ones, "get_reward", [{}] * 4, lanes):
+            assert ones[2].get_reward() == (2, 3, '{"x": 2}', 4)
+    assert "reset" not in vars(Above) or vars(Above)["reset"].__qualname__ == "Above.reset"
+    assert "get_reward" not in vars(Above) and vars(Copying)["reset"].__qualname__ == "Copying.reset"
+
+
+def test_a_proxy_that_has_every_attribute_is_not_in_order() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: None
+
+    assert in_order([Proxy(), One(0)]) == set()
 
 
 class Tidy:

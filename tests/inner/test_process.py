@@ -478,7 +478,9 @@ RAISES = "def score(rollouts):\n    return [[1 / len(r.ids)] for r in rollouts]\
 )
 def test_the_function_is_tried_before_anything_is_rented(tmp_path: Path, code: str, said: str) -> None:
     (tmp_path / "process.py").write_text(code)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "a", "answer": 1, "kind": 0}\n{"prompt": "b", "answer": 2, "kind": 0}\n'
+    )
     config = InnerConfig(process={"function": "process.py:score"}, data={"prompts": "prompts.jsonl"})  # type: ignore[arg-type]
     files = {name: tmp_path / f"{name}.{end}" for name, end in (("process", "py"), ("prompts", "jsonl"))}
     if not said:

@@ -3,8 +3,9 @@
     with methods_at_once(environments, "reset", rows, Lanes(workers=8)):
         TRL's loop: environment.reset(**row)      the first call starts all rollouts' calls; each returns its own result
 
-TRL calls the methods rollout by rollout.  Inside the `with`, an attribute of each environment hides its method, and the
-calls run in the environments' lanes (lanes.py): plain methods there, async methods in the event loop of the caller.
+TRL calls the methods rollout by rollout.  Inside the `with`, the environments' classes have another method, whose calls
+run in the environments' lanes (lanes.py): plain methods there, async methods in the event loop of the caller.  The
+objects themselves do not change, so an environment may copy, pickle or clear itself.
 
 An environment whose rollouts depend on their order (a global random generator, one connection) declares that:
 
@@ -17,14 +18,14 @@ A call without an answer after Lanes.limit_s seconds costs its rollout: it has n
 fail, and the next batch gets a new object in its place.  Another rollout's call begins instead.
 
 Calls that have not begun at the end of the `with` (a reward may time out) are dropped: the next batch resets the same
-environments.  Not promised: that a call in a thread can be ended; a gain, or a limit, for classes with __slots__.
+environments.  Not promised: that a call in a thread can be ended.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from inspect import iscoroutinefunction, isfunction
+from inspect import getattr_static, iscoroutinefunction, isfunction
 from typing import Any
 
 import torch
@@ -97,9 +98,9 @@ def methods_at_once(
 
     A call without an answer after lanes.limit_s returns None, and its rollout is in lanes.hung; so does each call of a
     rollout that is there already."""
-    of_object, hidden = dict[int, deque[int]](), []
+    of_object, waits = dict[int, deque[int]](), dict[int, _Waits]()
     for row, one in enumerate(environments):
-        if hasattr(one, "__dict__") and isfunction(getattr(type(one), method, None)):
+        if isfunction(getattr(type(one), method, None)):
             of_object.setdefault(id(one), deque()).append(row)
     by_kind = {kind: Workers(lanes.workers) for kind in (False, True)}  # plain and async calls
     late = in_order(environments) | lanes.hung
@@ -107,23 +108,49 @@ def methods_at_once(
         row, one = its_rows[0], environments[its_rows[0]]
         function = getattr(one, method)
         workers = by_kind[iscoroutinefunction(function)]
-        own = {key: value for key, value in vars(one).items() if key == method}  # an attribute of the object itself
-        vars(one)[method] = waits = _Waits(function, its_rows, lanes, lanes.of(one), workers)
-        hidden.append((vars(one), own))
+        waits[id(one)] = found = _Waits(function, its_rows, lanes, lanes.of(one), workers)
         if row not in late:
-            waits.add_early(rows[row])
+            found.add_early(rows[row])
     try:
-        yield
+        with _replaced(method, [environments[its_rows[0]] for its_rows in of_object.values()], waits):
+            yield
     finally:
-        for attributes, own in hidden:
-            attributes.pop(method, None)
-            attributes |= own
         for workers in by_kind.values():
             workers.close()
 
 
+@contextmanager
+def _replaced(method: str, ones: Iterable[Any], waits: Mapping[int, "_Waits"]) -> Iterator[None]:
+    """Let calls of `method` on these objects reach their waits, by id.   An attribute of the object itself is replaced
+    there, because it hides the class's method."""
+    own = [(vars(one), vars(one)[method], waits[id(one)]) for one in ones if method in getattr(one, "__dict__", ())]
+    kinds = {type(one): getattr_static(type(one), method) for one in ones}
+    inherited = {kind for kind in kinds if method not in vars(kind)}
+    for kind, function in kinds.items():
+        type.__setattr__(kind, method, _instead_of(kind, function, waits))
+    for attributes, _, found in own:
+        attributes[method] = found
+    try:
+        yield
+    finally:
+        for kind, function in kinds.items():
+            type.__delattr__(kind, method) if kind in inherited else type.__setattr__(kind, method, function)
+        for attributes, attribute, _ in own:
+            attributes[method] = attribute
+
+
+def _instead_of(kind: type, function: Any, waits: Mapping[int, "_Waits"]) -> Callable[..., Any]:
+    """Return a method of `kind` for its objects in `waits`. Copies, and subclasses by super(), reach the function."""
+
+    def call(self: Any, /, *args: Any, **given: Any) -> Any:
+        found = waits.get(id(self)) if type(self) is kind else None
+        return (found or function.__get__(self, type(self)))(*args, **given)
+
+    return call
+
+
 class _Waits:
-    """Hides a method and waits for the calls in the environment's lane.   rows: the object's rollouts, in order."""
+    """Replaces a method and waits for the calls in the environment's lane.   rows: the object's rollouts, in order."""
 
     def __init__(
         self, function: Callable[..., Any], rows: deque[int], lanes: Lanes, lane: Lane, workers: Workers

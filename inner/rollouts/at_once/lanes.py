@@ -21,7 +21,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from inspect import iscoroutinefunction
+from inspect import getattr_static, iscoroutinefunction
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any, NamedTuple
@@ -176,13 +176,11 @@ class Lanes:
 
     def wrap(self, factory: Callable[[], Any] | None, kind: type | None) -> Callable[[], Any] | None:
         """Return a factory that makes each environment of class `kind` in its lane; None without a factory."""
-        if factory is None or (kind is not None and kind.__dictoffset__ == 0):  # __slots__: `reset` cannot be hidden
-            return factory
-        return partial(self.make, factory, ordered=getattr(kind, "_in_order", False))
+        return None if factory is None else partial(self.make, factory, ordered=is_ordered(kind))
 
     def of(self, environment: Any) -> Lane:
         """Return the environment's lane."""
-        lane = self._ordered if getattr(environment, "_in_order", False) else Lane()
+        lane = self._ordered if is_ordered(environment) else Lane()
         return self._lanes.setdefault(id(environment), _Resident(environment, lane, None)).lane
 
     def has_moved(self, environment: Any) -> bool:
@@ -255,7 +253,12 @@ def in_order(environments: Iterable[Any]) -> set[int]:
     """Return the indices of the rollouts whose environments' calls stay in order."""
     found = list(environments)
     times = Counter(map(id, found))
-    return {i for i, one in enumerate(found) if getattr(one, "_in_order", False) or times[id(one)] > 1}
+    return {i for i, one in enumerate(found) if is_ordered(one) or times[id(one)] > 1}
+
+
+def is_ordered(environment: Any) -> bool:
+    """Whether an environment, or a class, declares `_in_order`.   A __getattr__ for all names does not count."""
+    return bool(getattr_static(environment, "_in_order", False))
 
 
 async def _without_exit(make: Callable[[], Any]) -> Any:
