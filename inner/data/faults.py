@@ -14,6 +14,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from inner.data.rendering import HALF
+
 DATA = (".jsonl", ".json", ".csv", ".parquet")
 BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
     (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # first: skipped for a file named .parquet
@@ -25,7 +27,6 @@ BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
     (rb"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
     (rb"(?i)<(!doctype|html)\b", "is a web page. Download the file itself (Hub links: `resolve` in place of `blob`)"),
 )
-HALF = re.compile("[\ud800-\udfff]")  # half of a character beyond U+FFFF: no UTF-8 has it, and no tokenizer reads it
 
 
 def folder_words(path: Path) -> str:

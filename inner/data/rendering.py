@@ -9,19 +9,28 @@ The row itself does not change: a reward sees the parts of a content.
 Not promised: images and sound.  No torch here.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inner.errors import InnerError
 
 Message = Mapping[str, Any]
+HALF = re.compile("[\ud800-\udfff]")  # half of a character beyond U+FFFF: no UTF-8 has it, and no tokenizer reads it
 
 
 def text_of(content: Any) -> Any:
-    """Join a list of text parts to one text; return other values as they are.   Raises InnerError for other parts."""
-    if not isinstance(content, list):
-        return content
-    return "".join(_part_text(part) for part in content)
+    """Return a text, or a list of text parts joined, as tokenizers read it; other values as they are.
+
+    Raises InnerError for other parts."""
+    if isinstance(content, list):
+        content = "".join(_part_text(part) for part in content)
+    return whole(content) if isinstance(content, str) else content
+
+
+def whole(text: str) -> str:
+    """Return the text with U+FFFD for each half of a character, as in some names of files."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") if HALF.search(text) else text
 
 
 def _part_text(part: Any) -> str:
@@ -57,6 +66,6 @@ def prompt_ids(tokenizer: Any, prompt: str | Sequence[Message], *, tools: Any = 
     """Return the prompt's ids; the completion continues from them."""
     if not isinstance(prompt, str):
         return render_ids(tokenizer, prompt, opened=True, tools=tools or None, **options)
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+    ids: list[int] = tokenizer(whole(prompt))["input_ids"]
     twice = tokenizer.bos_token_id is not None and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if twice else ids

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import get_json_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.data.rendering import prompt_ids, text_of
+from inner.data.rendering import prompt_ids, text_of, whole
 from inner.errors import InnerError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class LeanToolLoop(GRPOTrainer):
         return {name or "": schemas for name, schemas in by_environment.items() if schemas}
 
     def _get_tool_suffix_ids(self, tool_messages: list[dict[str, Any]]) -> list[int]:
-        shown = [{**m, "content": _shown(m["content"])} for m in tool_messages]
+        shown = [{**m, "name": whole(str(m["name"])), "content": _shown(m["content"])} for m in tool_messages]
         key = tuple((m["name"], m["content"]) for m in shown)
         if key not in self._suffixes:
             if len(self._suffixes) >= CACHED:

@@ -240,6 +240,16 @@ def _check_members(config: InnerConfig, environment: type) -> None:
 def _check_schema(spelling: str, tool: Any, path: Path) -> None:
     from transformers.utils.chat_template_utils import get_json_schema
 
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise InnerError(
+            f"environment {spelling}: tool {tool.__name__} has a `yield`, so a call would return a generator and run "
+            f"nothing. In {path.name}, return one value, for example the joined parts."
+        )
+    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(tool).parameters.values()):
+        raise InnerError(
+            f"environment {spelling}: tool {tool.__name__} takes arguments without names (`*`), and a model names "
+            f"each argument. In {path.name}, take a list instead."
+        )
     try:
         get_json_schema(tool)
     except Exception as error:

@@ -161,6 +161,54 @@ def test_an_async_call_that_ignores_its_cancellation_costs_its_rollout_and_no_mo
     assert answer.result(PATIENCE_S) == 1
 
 
+class Panic(BaseException):
+    """As pyo3's PanicException, and pytest's fail()."""
+
+
+class Odd(Exception):
+    def __str__(self) -> str:
+        return self.args[1]
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Panic("rust"), Odd("no second"), asyncio.CancelledError(), KeyboardInterrupt(), None],
+    ids=["panic", "odd", "cancelled", "interrupt", "result"],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_fault_of_any_kind_is_the_calls_error(
+    loop: asyncio.AbstractEventLoop, fault: BaseException | None, is_async: bool, workers: int
+) -> None:
+    """Before: it ended the session, and after three sessions the run; an async KeyboardInterrupt hung."""
+
+    def now() -> Any:
+        if fault is not None:
+            raise fault
+        return Unprintable()
+
+    async def later() -> Any:
+        return now()
+
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{} if is_async else {"t": now}], _async_tool_dicts=[{"t": later} if is_async else {}],
+        environments=None, async_loop=loop, lanes=lanes.Lanes(workers) if workers > 1 else None,
+    )  # fmt: skip
+    tools_at_once.prepare_tools(trainer, [[asks(("t", {}))]])
+    passes = not is_async and workers == 1 and isinstance(fault, KeyboardInterrupt)  # in the main thread: Ctrl-C
+    with pytest.raises(KeyboardInterrupt if passes else Exception) as raised:
+        if is_async:
+            asyncio.run_coroutine_threadsafe(trainer._async_tool_dicts[0]["t"](), loop).result(PATIENCE_S)
+        else:
+            trainer._sync_tool_dicts[0]["t"]()
+    assert passes or isinstance(fault, asyncio.CancelledError) or str(raised.value)
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_a_tool_that_ends_the_process_has_made_an_error(loop: asyncio.AbstractEventLoop, workers: int) -> None:
     def leaves() -> None:
@@ -193,7 +241,7 @@ def test_a_tool_that_hung_costs_its_rollout_in_its_own_generation() -> None:
             with pytest.raises(TimeoutError, match="gave no answer"):
                 trainer._sync_tool_dicts[0]["t"]()
         else:
-            assert trainer._sync_tool_dicts[0]["t"]() is True
+            assert trainer._sync_tool_dicts[0]["t"]() == "True"
     release.set()
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from inner.channels.spans import Turn
+from inner.data.rendering import text_of, whole
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.grpo import _silence_libraries, trainer_arguments
 from inner.train.trainer import LESSONS, ComposerReplicationTrainer
@@ -231,6 +232,10 @@ def test_suffixes_are_cached_per_tool_and_content() -> None:
     assert trainer._get_tool_suffix_ids(messages) == plain
     other = [{"role": "tool", "name": "t0_1", "content": "8"}]
     assert trainer._get_tool_suffix_ids(other) == GRPOTrainer._get_tool_suffix_ids(trainer, other) != plain
+    half = [{"role": "tool", "name": "a\udcff", "content": "b\ud800"}]  # before: a TypeError of the tokenizer
+    mended = [{"role": "tool", "name": "a\ufffd", "content": "b\ufffd"}]
+    assert trainer._get_tool_suffix_ids(half) == GRPOTrainer._get_tool_suffix_ids(trainer, mended)
+    assert whole("\ud83d\ude00\udcff") == "\U0001f600\ufffd" and text_of(["a\udcff", {"text": "b"}]) == "a\ufffdb"
 
 
 def test_without_a_hint_function_the_templates_are_used() -> None:

@@ -179,27 +179,11 @@ def _begin_fork(run: "Run", fork: "Fork", asked: "StartRequest") -> None:
 
 
 def _resume(args: Namespace) -> Answer:
-    from diloco.run.record import read_run
-    from executors.preflight import quote
-    from rendezvous.agreement.membership import read_control, refuse_lost
+    from executors.cli.starting.resume import resume
 
     asked = request_of(args, present_url(run_url.shareable_url(args.run)))
-    run = read_run(asked.url)
-    wanted = read_control(run.store)
-    refuse_lost(run.store, wanted)
-    if over := finished_words(run.store, asked.url, asked.fleet.steps):
-        say(over)
-        return _supervise(run, asked, wanted)  # to log ends that no supervisor has seen
-    if asked.places.actors:
-        from diloco.run.combinations import refuse_actors
-
-        refuse_actors(run.config)
-    offer = quote.quote_start(asked, run.config, wanted.replicas)
-    if not agree_on_price(offer, asked.yes):
-        return Answer(code=DECLINED)
-    quote.write_desired(run, SystemClock(), **asked.fleet.told())
-    quote.write_quote(run.store, SystemClock(), offer)
-    return _supervise(run, asked, read_control(run.store))
+    found = resume(asked)
+    return found if isinstance(found, Answer) else _supervise(found[0], asked, found[1])
 
 
 def _plan(args: Namespace) -> Answer:

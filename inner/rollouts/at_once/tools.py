@@ -9,7 +9,8 @@ rollout stay in their order, because they share an environment, and run in its l
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
 because its environment is still busy.  The next batch has a new environment in its place.  An async call is cancelled
-instead.  A tool that calls sys.exit() has made an error, in the serial loop, too.
+instead.  A tool that calls sys.exit(), or raises an exception of another kind that TRL's loop does not take, has made
+an error, in the serial loop, too.
 
 Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
 ignores its cancellation (both are left behind); an async tool that blocks the event loop.
@@ -22,16 +23,27 @@ from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
 
-from inner.rollouts.at_once.lanes import STILL, Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order, within
+from inner.rollouts.at_once.lanes import (
+    STILL,
+    Call,
+    Lane,
+    Lanes,
+    NoAnswer,
+    Workers,
+    WorkItem,
+    in_order,
+    is_in_lane,
+    within,
+)
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
 
 
 def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
-    """Make sys.exit() an error in a trainer's tools for one generation; run them in lanes if the trainer has them."""
+    """Make each fault of a trainer's tools an error of its call; run them in lanes if the trainer has lanes."""
     synchronous, later = (
-        [{name: _without_exit(tool) for name, tool in of_row.items()} for of_row in tools]
+        [{name: _guarded(tool) for name, tool in of_row.items()} for of_row in tools]
         for tools in (trainer._sync_tool_dicts, trainer._async_tool_dicts)
     )
     trainer._sync_tool_dicts, trainer._async_tool_dicts = synchronous, later
@@ -141,20 +153,39 @@ def _is_async(tool: Callable[..., Any]) -> bool:
     return iscoroutinefunction(tool)
 
 
-def _without_exit(tool: Callable[..., Any]) -> Callable[..., Any]:
-    if not iscoroutinefunction(tool):
-        return _exit_is_error()(tool)
+def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the tool, whose faults are errors that TRL's loop takes, with a text that it can show."""
 
     async def later(**arguments: Any) -> Any:
-        with _exit_is_error():
-            return await tool(**arguments)
+        with _faults_are_errors(asyncio.CancelledError, GeneratorExit):
+            return _with_text(await tool(**arguments))
 
-    return later
+    def now(**arguments: Any) -> Any:
+        with _faults_are_errors(*(() if is_in_lane() else (KeyboardInterrupt,))):  # Ctrl-C reaches the main thread
+            return _with_text(tool(**arguments))
+
+    return later if iscoroutinefunction(tool) else now
 
 
 @contextmanager
-def _exit_is_error() -> Iterator[None]:
+def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
+    """Raise a RuntimeError for an exception that is no Exception, and for one without a text.   passing: stay."""
     try:
         yield
+    except passing:
+        raise
     except SystemExit as end:
         raise RuntimeError(f"the tool called sys.exit({end.code!r})") from end
+    except Exception as error:
+        try:
+            str(error)
+        except Exception:
+            raise RuntimeError(f"the tool raised {type(error).__name__}, which has no text") from None
+        raise
+    except BaseException as end:  # of a library's own, such as a Rust panic or pytest's fail()
+        raise RuntimeError(f"the tool raised {type(end).__name__}") from end
+
+
+def _with_text(result: Any) -> Any:
+    """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's."""
+    return result if isinstance(result, list) else str(result)

@@ -1,0 +1,39 @@
+"""`diloco resume RUN`: supervise a run again, with what its bucket says and what you ask for now.
+
+    control, leave records ─▶ all steps are there?  ─▶ a supervisor only logs the ends that no other has seen
+                           └▶ a price, and your word ─▶ new desired state, the quote ─▶ the run, and what it wants
+
+Not promised: the same places, unless you name none.
+"""
+
+from typing import TYPE_CHECKING
+
+from diloco.run.record import Run, read_run
+from executors.cli.answers import DECLINED, Answer, agree_on_price, say
+from executors.cli.opening import finished_words
+from executors.preflight import quote
+from rendezvous.agreement.membership import Wanted, read_control, refuse_lost
+from rendezvous.clock import SystemClock
+
+if TYPE_CHECKING:
+    from executors.preflight.quote import StartRequest
+
+
+def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
+    """Return the run and its desired state; an Answer if you declined the price.   Raises ConfigError."""
+    run = read_run(asked.url)
+    wanted = read_control(run.store)
+    refuse_lost(run.store, wanted)
+    if over := finished_words(run.store, asked.url, asked.fleet.steps):
+        say(over)
+        return run, wanted
+    if asked.places.actors:
+        from diloco.run.combinations import refuse_actors
+
+        refuse_actors(run.config)
+    offer = quote.quote_start(asked, run.config, wanted.replicas)
+    if not agree_on_price(offer, asked.yes):
+        return Answer(code=DECLINED)
+    quote.write_desired(run, SystemClock(), **asked.fleet.told())
+    quote.write_quote(run.store, SystemClock(), offer)
+    return run, read_control(run.store)
