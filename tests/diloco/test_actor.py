@@ -289,6 +289,7 @@ def test_each_rank_of_a_slot_has_places_of_its_own() -> None:
         ({"inner": {**PLAIN, "grpo": {"objective": "dapo"}}}, "Start no actors"),
         ({"fleet": {"actor_engine": "sglang:http://x"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
         ({"fleet": {"actor_engine": "llama_cpp"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
+        ({"fleet": {"actor_engine": "openai:localhost:8000"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
         ({"fleet": {"actor_engine": "mlx:"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx or"),
         ({"fleet": {"actor_engine": "mlx"}}, "takes LoRA adapters only"),
         ({"fleet": {"actor_engine": "openai:http://x"}}, "takes LoRA adapters only"),
