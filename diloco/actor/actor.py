@@ -115,12 +115,13 @@ class Actor:
             return False  # the model's files are its ancestor's start; the first broadcast has this run's weights
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
-        places = open_places(
-            standings, filled_places(store), self._pace, weights=weights, former=self._former_step(),
+        places_of = partial(
+            open_places, standings, pace=self._pace, weights=weights, former=self._former_step(),
             staleness=staleness_of(self._run.config), end=wanted.steps, takes_s=self._status.rate,
         )  # fmt: skip
+        places, window = places_of(filled_places(store)), places_of(lambda *_: False)
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
-        self._speed = self._speed.after_look(places, now := self._session.clock.now())
+        self._speed = self._speed.after_look(window, now := self._session.clock.now())
         place = chosen_place(
             places, self._session.rv.slot, names, self._overdue(places), probes=self._speed.probes_at(now)
         )

@@ -69,7 +69,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Speed:
-    """An actor's speed.   newest: seconds of its newest bundles.   slow_since: the first look without a place in time.
+    """An actor's speed.   newest: seconds of its newest bundles.   slow_since: the first look with no place in time.
 
     probes: bundles that it sampled although none seemed in time, because only a bundle shows that it is fast again.
     """
@@ -83,11 +83,11 @@ class Speed:
         """Return the seconds per bundle, 0 if unknown.  One slow bundle of several (a suspended host) is no sign."""
         return median_low(self.newest) if self.newest else 0.0
 
-    def after_look(self, places: Sequence[tuple[int, str, int]], now: float) -> "Speed":
-        """Return the speed after a look at the open places, the nearest first."""
-        if not places:
+    def after_look(self, window: Sequence[tuple[int, str, int]], now: float) -> "Speed":
+        """Return the speed after a look.   window: the places, open and filled, the nearest in time first."""
+        if not window:
             return self
-        if places[0][0] >= 0:
+        if window[0][0] >= 0:
             return replace(self, slow_since=None, probes=0)
         return self if self.slow_since is not None else replace(self, slow_since=now)
 

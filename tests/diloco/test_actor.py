@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,17 +148,23 @@ class Played:
 
 
 def play(
-    takes: Callable[[float, int], float], *, interval: int, generation_s: float, staleness: int, until: float
+    takes: Callable[[float, int], float],
+    *,
+    interval: int,
+    generation_s: float,
+    staleness: int,
+    until: float,
+    others: Callable[[int], bool] = lambda ahead: False,
 ) -> Played:
-    """Play an actor's looks.   takes: (time, number of the bundle) -> its seconds."""
+    """Play an actor's looks.   takes: (time, number of the bundle) -> its seconds.   others: what other actors fill."""
     pace, now, speed, filled, took = Pace(interval, 1, 1), 0.0, Speed(), set[int](), []
     while now < until:
         at_work = int(now / generation_s)
         step, inner = divmod(at_work, interval)
         at = Standing("r00", step, at_work, inner, generation_s)
-        is_filled = lambda slot, g, rank: g in filled  # noqa: E731
-        found = open_places([at], is_filled, pace, weights=step, staleness=staleness, takes_s=speed.takes_s)
-        speed = speed.after_look(found, now)
+        at_hand = partial(open_places, [at], pace=pace, weights=step, staleness=staleness, takes_s=speed.takes_s)
+        found = at_hand(lambda slot, g, rank: g in filled or others(g - at_work))  # noqa: B023
+        speed = speed.after_look(at_hand(lambda *_: False), now)
         place = chosen_place(found, "a00", ["a00"], probes=speed.probes_at(now))
         if place is None:
             now += 0.5
@@ -196,6 +203,13 @@ def test_an_actor_that_is_too_slow_for_good_samples_ever_less(seconds: float) ->
     played = play(lambda *_: seconds, interval=2, generation_s=0.3, staleness=2, until=100 * seconds)
     assert 3 <= len(played.took) <= 14 and played.busy_in_vain() <= 14 * seconds
     assert played.speed.probes == len(played.took) - 1
+
+
+def test_a_fast_actor_in_a_filled_window_makes_no_probe() -> None:
+    """Other actors fill all places in time; what is left open is too near, and no sign of a slow actor."""
+    others = lambda ahead: ahead > 1  # noqa: E731
+    played = play(lambda *_: 0.3, interval=4, generation_s=0.5, staleness=3, until=60.0, others=others)
+    assert len(played.took) == 1 and played.speed.slow_since is None
 
 
 def test_places_of_others_in_time_are_no_reason_for_a_probe() -> None:
