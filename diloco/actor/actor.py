@@ -11,7 +11,8 @@
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
 it.  After a while, an actor without an open place of its own takes another actor's place.  If two actors fill the same
-place, the slower one's work is lost.
+place, the slower one's work is lost.  An actor that is too slow for all places samples a bundle now and then, because
+only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
 makes no offer, and no replica waits for an actor.
@@ -28,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.actor.places import BEATS, chosen_place, filled_places, open_places, pace_of, read_standings
+from diloco.actor.places import BEATS, Speed, chosen_place, filled_places, open_places, pace_of, read_standings
 from diloco.model.export import start_folder
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
@@ -86,6 +87,7 @@ class Actor:
         self._pace = pace_of(run.config, self._sampler.served)
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # slot, session -> number of ranks
+        self._speed = Speed()
         self._steps: list[tuple[float, int]] = []  # time of a look, outer step of the weights then
         self._status.enter_phase("sample", 0)
 
@@ -113,12 +115,18 @@ class Actor:
             return False  # the model's files are its ancestor's start; the first broadcast has this run's weights
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
-        places = open_places(
-            standings, filled_places(store), self._pace, weights=weights, former=self._former_step(),
+        places_of = partial(
+            open_places, standings, pace=self._pace, weights=weights, former=self._former_step(),
             staleness=staleness_of(self._run.config), end=wanted.steps, takes_s=self._status.rate,
         )  # fmt: skip
+        places, window = places_of(filled_places(store)), places_of(lambda *_: False)
         names = [name for name in wanted.member_names if layout.is_actor(name) and not wanted.is_to_leave(name)]
-        place = chosen_place(places, self._session.rv.slot, names, self._overdue(places))
+        self._speed = self._speed.after_look(window, now := self._session.clock.now())
+        place = chosen_place(
+            places, self._session.rv.slot, names, self._overdue(places), probes=self._speed.probes_at(now)
+        )
+        if self._speed.newest:
+            self._status.note = self._note()
         if place is None:
             return False
         self._fill(*place, ranks={at.slot: at.ranks for at in standings}[place[0]])
@@ -158,13 +166,17 @@ class Actor:
         stands = places.deliver(BundlePlace(outer, generation, rank), made)
         self._status.inner += stands
         self._status.data += not stands
-        self._status.rate = clock.now() - began
-        late = f", {self._status.data} too late" if self._status.data else ""
-        self._status.note = f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each"
+        self._speed = self._speed.after_bundle(seconds := clock.now() - began)
+        self._status.rate, self._status.note = self._speed.takes_s, self._note()
         self._session.emit(
             "sampled", step=weights, place=f"{slot}/{generation}/{rank}", stands=stands, tokens=sum(map(len, made.ids)),
-            seconds=self._status.rate,
+            seconds=seconds,
         )  # fmt: skip
+
+    def _note(self) -> str:
+        late = f", {self._status.data} too late" if self._status.data else ""
+        slow = ": too slow for this window" * (self._speed.slow_since is not None)
+        return f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each{slow}"
 
 
 def act_in_session(run: Run, session: Session, engine: str = "") -> int:

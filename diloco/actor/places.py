@@ -3,6 +3,7 @@
     a place is open      its slot is alive, its heartbeat has not reached it, and it is trained before the run's end, at
                          most fleet.staleness outer steps after the actor's weights
     a place is mine      of all wanted actors, my name has the greatest hash with the place (rendezvous hashing)
+    a probe              one of the places farthest ahead, although my last bundles took too long for all of them
 
 Pure functions of heartbeats, keys and names; `read_standings` and `filled_places` read them from the bucket.
 
@@ -11,8 +12,9 @@ Not promised: that a slot keeps its pace; a bundle may come too late.
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from rendezvous import layout
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
 SPREAD = 8  # an actor chooses among at most so many places of other actors
+NEWEST = 3  # bundles that tell an actor's seconds per bundle
+PROBE_S = 60.0  # the longest wait for the first probe
+MOST_PAUSE = 16  # the longest wait between two probes, in bundles
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,39 @@ class Pace:
         """Return the outer step that will train a generation, if every round has `interval` inner steps."""
         first = generation * self.served // self.accumulated
         return at.step + max(0, first - (at.data - at.inner)) // self.interval
+
+
+@dataclass(frozen=True)
+class Speed:
+    """An actor's speed.   newest: seconds of its newest bundles.   slow_since: the first look with no place in time.
+
+    probes: bundles that it sampled although none seemed in time, because only a bundle shows that it is fast again.
+    """
+
+    newest: tuple[float, ...] = ()
+    slow_since: float | None = None
+    probes: int = 0
+
+    @property
+    def takes_s(self) -> float:
+        """Return the seconds per bundle, 0 if unknown.  One slow bundle of several (a suspended host) is no sign."""
+        return median_low(self.newest) if self.newest else 0.0
+
+    def after_look(self, window: Sequence[tuple[int, str, int]], now: float) -> "Speed":
+        """Return the speed after a look.   window: the places, open and filled, the nearest in time first."""
+        if not window:
+            return self
+        if window[0][0] >= 0:
+            return replace(self, slow_since=None, probes=0)
+        return self if self.slow_since is not None else replace(self, slow_since=now)
+
+    def probes_at(self, now: float) -> bool:
+        """Whether to sample for a place that seems too near.   Each probe in vain doubles the wait for the next."""
+        wait = min(min(self.takes_s, PROBE_S) * 2.0 ** min(self.probes, 30), MOST_PAUSE * self.takes_s)
+        return self.slow_since is not None and now - self.slow_since >= wait
+
+    def after_bundle(self, seconds: float) -> "Speed":
+        return Speed((*self.newest, seconds)[-NEWEST:], None, self.probes + (self.slow_since is not None))
 
 
 def pace_of(config: "RunConfig", served: int) -> Pace:
@@ -102,15 +140,22 @@ def open_places(
 
 
 def chosen_place(
-    places: Sequence[tuple[int, str, int]], name: str, names: Collection[str] = (), overdue: Collection[Any] = ()
+    places: Sequence[tuple[int, str, int]],
+    name: str,
+    names: Collection[str] = (),
+    overdue: Collection[Any] = (),
+    probes: bool = False,
 ) -> tuple[str, int] | None:
     """Return this actor's place: the nearest of its own that it can fill in time; else one of the nearest overdue ones.
 
     names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
+    probes: whether to choose a place that is farthest ahead if none is in time.
     """
     in_time = [place for place in places if place[0] >= 0]
     own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]
-    others = [place for place in in_time or places[:1] if place[1:] in overdue][:SPREAD]
+    others = [place for place in in_time if place[1:] in overdue][:SPREAD]
+    if probes and not in_time:
+        others = [place for place in places if place[0] == places[0][0]]
     chosen = own[0] if own else max(others, key=lambda place: _hash(name, place), default=None)
     return chosen[1:] if chosen else None
 

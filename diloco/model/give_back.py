@@ -1,11 +1,15 @@
 """`diloco gc RUN --keep SIZE`: delete the oldest blobs of a run, down to SIZE.
 
-    the replicas' rules of deletion (rendezvous/keeping/garbage.py), SIZE, a store that only notes keys ──▶ Plan
+    the replicas' rules of deletion (rendezvous/keeping/garbage.py), SIZE, a store that only notes keys ──▶ blobs
+    blobs, and the recorded rollouts of steps whose θ cannot be computed without them ──▶ Plan
     Plan ──▶ a control record with `keep`, which tells readers ──▶ DELETE, oldest first
 
 Blobs that a replica may need to heal stay under any SIZE, and so do small records: commits, offers, manifests, logs.
 After a kill in the middle, the same command continues. The control record is written first, so readers do not take
 missing blobs for damage.
+
+A generation's recorded rollouts go with all that stands beside them, as replicas delete them
+(diloco/replica/rollouts.py). Their bytes do not count in SIZE.
 
 Not promised: sizes of objects that no record names (a body whose writer died); only their number is known.
 """
@@ -13,32 +17,39 @@ Not promised: sizes of objects that no record names (a body whose writer died); 
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TypeVar
 
+from diloco.run.combinations import staleness_of
 from diloco.run.config import BUCKET, ConfigError
 from diloco.run.record import Run
 from diloco.run.sections import keep_bytes
 from diloco.runlog.reached import refuse_broken_chain
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.background import fetch_together, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import StoreFull
 from rendezvous.keeping.budget import parts_of
 from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
 from rendezvous.keeping.reach import Reach, newest_head, read_reach
 from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.records.rollouts import read_record
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
 PATIENCE_S = 20.0
 AT_ONCE = 1000  # at most so many keys in a DELETE
-KINDS = ("delta", "mean", "snapshot")
+KINDS = ("delta", "mean", "snapshot", "bundle")
 R = TypeVar("R", Commit, Mean, Snapshot)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of deletions.   keys: oldest blob first.   freed: kind -> bytes by the records.   unnamed: number of
-    blobs without a record.   before, after: the steps whose θ can be computed.   head: the first open step."""
+    """A plan of deletions.   keys: oldest blob first, then bundles of rollouts with the records beside them.
+
+    freed: kind -> bytes.   unnamed: number of blobs without a record.   before, after: the steps whose θ can be
+    computed.   head: the first open step.
+    """
 
     keep: str
     keys: tuple[str, ...]
@@ -102,7 +113,9 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
     there = [key for key in sketch.gone if _stands(store, key)]
     freed, unnamed = _weigh(store, there)
     before, after = read_reach(store), read_reach(sketch)
-    return Plan(keep=keep, keys=tuple(there), freed=freed, unnamed=unnamed, before=before, after=after, head=head)
+    bundles = _old_bundles(run, store, after.since, head) if after.since else {}
+    freed["bundle"] = sum(bundles.values())
+    return Plan(keep=keep, keys=(*there, *bundles), freed=freed, unnamed=unnamed, before=before, after=after, head=head)
 
 
 def collect(run: Run, plan: Plan, clock: Clock) -> None:
@@ -150,6 +163,38 @@ def _refuse_live(run: Run, store: Store, head: int) -> None:
 
 def _stands(store: Store, key: str) -> bool:
     return store.get_into(key, memoryview(bytearray(1)), 0)
+
+
+# ---------------------------------------------------------------------- recorded rollouts
+
+
+def _old_bundles(run: Run, store: Store, since: int, head: int) -> dict[str, int]:
+    """Return key -> size of all objects of the generations that were trained before outer step `since`.
+
+    Each slot trains its generations in order, so we read them up to the first that stays.
+    """
+    ahead, parent = staleness_of(run.config), run.record.parent.outer_steps
+    found, done = dict[str, int](), set[str]()
+    for prefix, keys in groupby(store.list(layout.ROLLOUTS), lambda key: key.rpartition("/")[0]):
+        slot = prefix.rpartition("/")[0] + "/"
+        if slot == layout.ROLLOUTS or slot in done:
+            continue
+        bodies = fetch_together(together_on(run.store), store.get, keys)
+        there = {key: body for key, body in bodies.items() if body is not None}
+        if any(_last_use(body, ahead, parent + head) >= parent + since for body in there.values()):
+            done.add(slot)
+        else:
+            found |= {key: len(there[key]) for key in sorted(there)}
+    return found
+
+
+def _last_use(body: bytes, ahead: int, newest: int) -> int:
+    """Return the last outer step that can train on a bundle; -1 for another object, or if its record is false."""
+    try:
+        record, _ = read_record(body)
+    except WireError:
+        return -1
+    return record.step + (ahead if record.actor else 0) if record.step <= newest else -1
 
 
 # ---------------------------------------------------------------------- sizes
@@ -222,6 +267,11 @@ def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
         f"{len(plan.keys)} objects to delete: {', '.join(parts)}",
         f"θ that can be computed now {plan.before.in_words()}; afterwards it {plan.after.in_words()}",
     ]
+    if late := sum(key.endswith(".reward") for key in plan.keys):
+        lines.append(
+            f"late rewards that these rollouts have, and that go with them: {late}. Save them first: "
+            f"diloco traces {shlex.quote(url)} --to FILE"
+        )
     if best is not None and best in plan.lost:
         lines.append(
             f"the best evaluated step, {best}, would be lost. Save it first: "

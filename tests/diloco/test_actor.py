@@ -5,6 +5,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,17 @@ import pytest
 
 from diloco.actor import main
 from diloco.actor.actor import Actor
-from diloco.actor.places import Pace, Standing, _hash, chosen_place, filled_places, open_places, pace_of, read_standings
+from diloco.actor.places import (
+    Pace,
+    Speed,
+    Standing,
+    _hash,
+    chosen_place,
+    filled_places,
+    open_places,
+    pace_of,
+    read_standings,
+)
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.combinations import prepared_for_actors, refuse_actors, staleness_of
@@ -27,6 +40,8 @@ from rendezvous.records.records import Beat, Claim
 from rendezvous.records.rollouts import Rollouts, read_record
 from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_recorded_fleet import PLAIN, a_fleet, events
+from tests.sim import acting
+from tests.sim.simulate import Schedule, World
 from tests.support.fakes import ManualClock
 from tests.support.fleet import Fleet
 
@@ -85,10 +100,10 @@ def test_places_that_the_slot_reaches_sooner_come_last() -> None:
     found = open_places([at], lambda *_: False, H4, weights=2, staleness=1, takes_s=1.0)
     assert [g for _, _, g in found] == [12, 13, 14, 15, 11, 10, 9]
     assert {chosen_place(found, f"a{i}") for i in range(40)} == {("r00", 12)}, "one alone: the nearest"
-    assert chosen_place(found[4:], "a01") is None and chosen_place(found[4:], "a01", overdue=[("r00", 11)]) == (
-        "r00",
-        11,
-    )
+    assert chosen_place(found[4:], "a01") is None
+    assert chosen_place(found[4:], "a01", probes=True) == ("r00", 11)
+    assert chosen_place([], "a01", probes=True) is None
+    assert chosen_place(found[:1], "a01", ["a01", "a02", "a03", "a04"], probes=True) in (None, ("r00", 12))
 
 
 def test_each_place_belongs_to_one_actor_that_takes_its_nearest() -> None:
@@ -116,6 +131,112 @@ def test_an_actor_without_a_place_of_its_own_takes_an_overdue_one() -> None:
     late = [place[1:] for place in strangers]
     assert chosen_place(strangers, "a01", names, late) in late[:8]
     assert chosen_place(strangers, "a01", names, late[9:10]) == late[9]
+
+
+@dataclass
+class Played:
+    """What one actor did beside one replica.   took: began, seconds and whether in time, of each of its bundles."""
+
+    took: list[tuple[float, float, bool]]
+    speed: Speed
+
+    def stood(self, since: float) -> int:
+        return sum(stands for began, _, stands in self.took if began >= since)
+
+    def busy_in_vain(self) -> float:
+        return sum(seconds for _, seconds, stands in self.took if not stands)
+
+
+def play(
+    takes: Callable[[float, int], float],
+    *,
+    interval: int,
+    generation_s: float,
+    staleness: int,
+    until: float,
+    others: Callable[[int], bool] = lambda ahead: False,
+) -> Played:
+    """Play an actor's looks.   takes: (time, number of the bundle) -> its seconds.   others: what other actors fill."""
+    pace, now, speed, filled, took = Pace(interval, 1, 1), 0.0, Speed(), set[int](), []
+    while now < until:
+        at_work = int(now / generation_s)
+        step, inner = divmod(at_work, interval)
+        at = Standing("r00", step, at_work, inner, generation_s)
+        at_hand = partial(open_places, [at], pace=pace, weights=step, staleness=staleness, takes_s=speed.takes_s)
+        found = at_hand(lambda slot, g, rank: g in filled or others(g - at_work))  # noqa: B023
+        speed = speed.after_look(at_hand(lambda *_: False), now)
+        place = chosen_place(found, "a00", ["a00"], probes=speed.probes_at(now))
+        if place is None:
+            now += 0.5
+            continue
+        seconds = takes(now, len(took))
+        took.append((now, seconds, place[1] > (now + seconds) / generation_s))
+        filled.add(place[1])
+        now, speed = now + seconds, speed.after_bundle(seconds)
+    return Played(took, speed)
+
+
+@pytest.mark.parametrize("late", [5, 28, 200, 12_000])
+@pytest.mark.parametrize("number", [0, 1, 40], ids=["the first bundle", "the second", "a later one"])
+@pytest.mark.parametrize(
+    ("interval", "generation_s", "staleness"), [(2, 0.3, 2), (20, 10.0, 0)], ids=["short steps", "long steps"]
+)
+def test_one_slow_bundle_does_not_silence_an_actor(
+    late: int, number: int, interval: int, generation_s: float, staleness: int
+) -> None:
+    """Before: after one bundle of 8.5 s (a suspended host, a compilation), it filled no place for ever."""
+    takes = lambda _, at: generation_s * (late if at == number else 1)  # noqa: E731
+    again = (60 + late) * generation_s + min(late * generation_s, 60.0)
+    end = again + 100 * generation_s
+    played = play(takes, interval=interval, generation_s=generation_s, staleness=staleness, until=end)
+    assert played.stood(since=again) >= 20
+
+
+def test_an_actor_of_which_all_bundles_become_slow_and_fast_again_is_used_again() -> None:
+    takes = lambda now, _: 9.0 if 100.0 <= now < 400.0 else 0.3  # noqa: E731
+    played = play(takes, interval=2, generation_s=0.3, staleness=2, until=700.0)
+    assert played.stood(0.0) and played.stood(550.0) > 100, "the longest wait is 16 bundles of 9 s"
+
+
+@pytest.mark.parametrize("seconds", [2.0, 30.0, 600.0])
+def test_an_actor_that_is_too_slow_for_good_samples_ever_less(seconds: float) -> None:
+    played = play(lambda *_: seconds, interval=2, generation_s=0.3, staleness=2, until=100 * seconds)
+    assert 3 <= len(played.took) <= 14 and played.busy_in_vain() <= 14 * seconds
+    assert played.speed.probes == len(played.took) - 1
+
+
+def test_a_fast_actor_in_a_filled_window_makes_no_probe() -> None:
+    """Other actors fill all places in time; what is left open is too near, and no sign of a slow actor."""
+    others = lambda ahead: ahead > 1  # noqa: E731
+    played = play(lambda *_: 0.3, interval=4, generation_s=0.5, staleness=3, until=60.0, others=others)
+    assert len(played.took) == 1 and played.speed.slow_since is None
+
+
+def test_places_of_others_in_time_are_no_reason_for_a_probe() -> None:
+    slow = Speed((9.0,)).after_look([(-1, "r00", 3)], 50.0)
+    assert not slow.probes_at(58.0) and slow.probes_at(59.0) and slow.after_look([], 60.0) == slow
+    assert not slow.after_look([(0, "r00", 9)], 58.0).probes_at(1e9)
+    assert not Speed().probes_at(1e9), "before its first bundle, all places are in time"
+    many = Speed((9.0,), 0.0, probes=10_000)
+    assert many.probes_at(144.0) and not many.probes_at(143.0)
+
+
+def test_a_slow_first_bundle_in_a_fleet_is_told_and_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: the actor lived, followed the weights, and delivered nothing more."""
+    notes, sample, began = list[str](), acting.StubSampler.sample, list[float]()
+
+    def slow_at_first(self: acting.StubSampler, *args: Any) -> Any:
+        began.append(self.actor.w.now)
+        notes.append(self.actor._status.note)
+        self.actor.w.wait(self.actor.p, 12.0 if len(began) == 1 else 0.0)
+        return sample(self, *args)
+
+    monkeypatch.setattr(acting.StubSampler, "sample", slow_at_first)
+    plan = acting.Acting(actors=1, staleness=1, takes=0.4)
+    world = World(Schedule(3, replicas=1, min_replicas=1, speeds=(1.0,), acting=plan, calm=40.0, end=80.0))
+    world.run()
+    assert world.bundles.delivered[True] >= 10
+    assert "too slow for this window" in notes[1] and "too slow" not in notes[-1]
 
 
 def test_a_slot_that_is_dead_gets_no_more_places() -> None:
@@ -182,6 +303,7 @@ def test_each_rank_of_a_slot_has_places_of_its_own() -> None:
         ({"inner": {**PLAIN, "grpo": {"objective": "dapo"}}}, "Start no actors"),
         ({"fleet": {"actor_engine": "sglang:http://x"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
         ({"fleet": {"actor_engine": "llama_cpp"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
+        ({"fleet": {"actor_engine": "openai:localhost:8000"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf"),
         ({"fleet": {"actor_engine": "mlx:"}}, "Use openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx or"),
         ({"fleet": {"actor_engine": "mlx"}}, "takes LoRA adapters only"),
         ({"fleet": {"actor_engine": "openai:http://x"}}, "takes LoRA adapters only"),

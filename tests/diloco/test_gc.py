@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 from diloco.audit.verify import verify
 from diloco.model import give_back
 from diloco.model.export import model_record, state_at, what_is_kept
-from diloco.model.give_back import collect, plan_gc
+from diloco.model.give_back import collect, plan_gc, plan_lines
 from diloco.run.config import ConfigError
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import kept_words
 from executors.cli.main import main
+from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull
+from rendezvous.records.rollouts import Rollouts, seal_bundle
 from rendezvous.stores.open import open_store
 from tests.support.puppets import PuppetRun
 
@@ -165,3 +168,85 @@ def test_runs_that_are_not_to_be_collected(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines()[-1] == "done" and len(blobs(run)) < before
     assert main(["gc", run.url, "--keep", "window", "--yes"]) == 0
     assert "nothing to delete" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- recorded rollouts
+
+
+def put_bundle(run: Run, slot: str, generation: int, step: int, *, actor: str = "", attempt: int = 0) -> str:
+    record = Rollouts(
+        run=run.record.nonce, slot=slot, place=(generation, 0), step=step, by=0 if actor else 1, engine="x", threads=1,
+        rollouts=1, tokens=3, digest="xxh3-128:0", nonce="n", actor=actor,
+    )  # fmt: skip
+    key = layout.bundle_key(slot, generation, 0, attempt)
+    run.store.put(key, seal_bundle(b"tokens", record))
+    return key
+
+
+def recorded(tmp_path: Path, parent: int = 0) -> tuple[Run, Any]:
+    """A run of 12 steps with two generations in each, all on their own weights."""
+    found = ended(played(tmp_path, staleness=2))
+    if parent:
+        found = replace(found, record=replace(found.record, parent=replace(found.record.parent, outer_steps=parent)))
+    for slot in ("r00", "r01"):
+        for step in range(12):
+            for generation in (2 * step, 2 * step + 1):
+                put_bundle(found, slot, generation, parent + step)
+    return found, plan_gc(found, "window", CLOCK).after.since
+
+
+def generations(keys: Any, slot: str) -> list[int]:
+    return [int(key.split("/")[2]) for key in keys if key.startswith(f"rollouts/{slot}/") and key.endswith(".bundle")]
+
+
+@pytest.mark.parametrize("parent", [0, 500], ids=["a run of its own", "a fork"])
+def test_recorded_rollouts_go_with_theta_of_their_steps(tmp_path: Path, parent: int) -> None:
+    """Before: all stayed, and a second `diloco gc` said that there is nothing to delete."""
+    run, since = recorded(tmp_path, parent)
+    plan = plan_gc(run, "window", CLOCK)
+    assert since > 3 and generations(plan.keys, "r00") == generations(plan.keys, "r01") == [*range(2 * since)]
+    sizes = [len(run.store.get(key) or b"") for key in plan.keys if key.startswith("rollouts/")]
+    assert plan.freed["bundle"] == sum(sizes) > 0 and plan.unnamed == 0
+    assert "MB of bundles" in plan_lines(run.url, plan)[0]
+    run.store.delete([key for key in plan.keys if not key.startswith("rollouts/")])  # killed in the middle
+    again = plan_gc(run, "window", CLOCK)
+    assert set(again.keys) == {key for key in plan.keys if key.startswith("rollouts/")}
+    collect(run, again, CLOCK)
+    assert generations(run.store.list("rollouts/"), "r01") == [*range(2 * since, 24)]
+    assert plan_gc(run, "window", CLOCK).keys == ()
+
+
+def test_all_that_stands_beside_a_bundle_goes_with_it_as_in_a_running_run(tmp_path: Path) -> None:
+    run, since = recorded(tmp_path)
+    beside = [
+        layout.beside_bundle(layout.bundle_key("r00", generation, 0, 0), ending)
+        for generation in (1, 2 * since)
+        for ending in ("verdict", "0003.human.reward")
+    ]
+    for key in beside:
+        run.store.put(key, b"{}")
+    plan = plan_gc(run, "window", CLOCK)
+    assert [key for key in beside if key in plan.keys] == beside[:2]
+    assert "go with them: 1. Save them first: diloco traces" in plan_lines(run.url, plan)[-1]
+    run.store.delete([layout.bundle_key("r00", 1, 0, 0)])
+    assert set(beside[:2]) <= set(plan_gc(run, "window", CLOCK).keys), "a collector was killed between them"
+
+
+def test_a_bundle_stays_if_a_kept_step_may_have_trained_on_it(tmp_path: Path) -> None:
+    run, since = recorded(tmp_path)
+    put_bundle(run, "r00", 2 * since - 3, since - 2, actor="a00")  # fleet.staleness = 2: step `since` may use it
+    put_bundle(run, "r01", 2 * since - 5, since, attempt=1)  # a replacement took these rows again
+    put_bundle(run, "r01", 99, 0, actor="a00")  # no replica trained on it; it comes after those that stay
+    put_bundle(run, "r01", 2, 10**6, actor="a00")  # a false record keeps nothing
+    run.store.put(layout.bundle_key("r00", 3, 0, 1), b"torn")
+    run.store.put("rollouts/r00/note.txt", b"yours")
+    keys = plan_gc(run, "window", CLOCK).keys
+    assert generations(keys, "r00") == sorted([*range(2 * since - 3), 3])
+    assert generations(keys, "r01") == [*range(2 * since - 5)]
+    assert "rollouts/r00/note.txt" not in keys
+
+
+def test_no_rollouts_go_while_theta_of_all_steps_can_be_computed(tmp_path: Path) -> None:
+    run, _ = recorded(tmp_path)
+    run.store.put(layout.bundle_key("r02", 0, 0, 0), b"torn")
+    assert plan_gc(run, "5 TB", CLOCK).keys == ()

@@ -221,9 +221,72 @@ def test_a_busy_server_is_asked_again_and_a_lost_answer_leaves_no_adapter(server
     ids, _ = engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))
     assert len(ids) == 2 and waited == [2.0] * 5
     state.busy = 99
-    with pytest.raises(InnerError, match=r"does not load the adapter .*HTTP 503"):
+    with pytest.raises(InnerError, match=r"refused to load an adapter for 6 s \(HTTP 503.*Look at its log"):
         engine.load(loop.model.named_parameters())
     state.busy = 0
+
+
+ASKED = DrawSettings(1.0, 3, frozenset({9}), 7)
+
+
+def answering(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Callable[[], httpx.Response]
+) -> tuple[AdapterServer, list[float]]:
+    """Return an engine whose requests get such answers, and the list of its waits."""
+    monkeypatch.setattr(httpx, "post", lambda *_, **__: answer())
+    waited = list[float]()
+    return AdapterServer("http://x:1", None, name="a07", folder=tmp_path, sleep=waited.append), waited
+
+
+@pytest.mark.parametrize("code", [429, 500, 502, 503])
+def test_a_server_that_stays_busy_or_broken_is_told_by_its_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    """Before: "gave no completions … needs `return_token_ids`"."""
+    engine, waited = answering(monkeypatch, tmp_path, lambda: httpx.Response(code, text="too many"))
+    with pytest.raises(InnerError, match=rf"refused to sample for 60 s \(HTTP {code}: too many\)") as told:
+        engine.sample([1], 1, ASKED)
+    assert "return_token_ids" not in str(told.value) and waited == [2.0] * 30
+
+
+@pytest.mark.parametrize(
+    ("after", "waits"),
+    [("25", [25.0, 25.0, *[2.0] * 5]), ("60", [60.0]), ("0", [2.0] * 30), ("9" * 999, [2.0] * 30),
+     ("Wed, 21 Oct 2026 07:28:00 GMT", [2.0] * 30), ("-4", [2.0] * 30), ("nan", [2.0] * 30)],
+    ids=["25 s", "60 s", "0 s", "huge", "a date", "below 0", "nan"],
+)  # fmt: skip
+def test_a_small_retry_after_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, after: str, waits: list[float]
+) -> None:
+    engine, waited = answering(monkeypatch, tmp_path, lambda: httpx.Response(429, headers={"Retry-After": after}))
+    with pytest.raises(InnerError, match="HTTP 429"):
+        engine.sample([1], 1, ASKED)
+    assert waited == waits
+
+
+def test_answers_that_cannot_be_decompressed_or_parsed_end_the_actor_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before: DecodingError and RecursionError as they were."""
+    torn = lambda: httpx.Response(200, headers={"Content-Encoding": "gzip"}, content=b"notgz")  # noqa: E731
+    engine, waited = answering(monkeypatch, tmp_path, torn)
+    with pytest.raises(InnerError, match=r"sent unreadable answers 31 times \(DecodingError"):
+        engine.sample([1], 1, ASKED)
+    deep = lambda: httpx.Response(200, content=b"[" * 100_000)  # noqa: E731
+    engine, waited = answering(monkeypatch, tmp_path, deep)
+    with pytest.raises(InnerError, match=r"gave no completions .*recursion.*HTTP 200"):
+        engine.sample([1], 1, ASKED)
+    assert not waited
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:8000", "localhost:8000/v1", "http://", "http://[::1", "http://127.0.0.1:99999", "ftp://x", "//x", ""],
+)
+def test_an_address_that_is_no_url_of_a_server_is_refused_at_once(address: str, tmp_path: Path) -> None:
+    """Before: 31 tries, or InvalidURL as it was."""
+    with pytest.raises(InnerError, match=r"no URL of a server.*openai:http://localhost:8000/v1"):
+        AdapterServer(address, None, name="a07", folder=tmp_path)
 
 
 def test_a_server_that_hangs_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diloco.actor.actor import IDLE_S, LONGEST_IDLE_S, Actor
-from diloco.actor.places import Pace
+from diloco.actor.places import Pace, Speed
 from diloco.process.data_position import counted_inner_steps, read_offers, uncounted_sessions
 from diloco.replica.door import DoorFinding, RolloutDoor
 from diloco.replica.rollouts import UNLUCKY, BucketPlaces
@@ -193,6 +193,7 @@ class SimActor(Actor):
         self._open_since = {}
         self._ranks = dict[tuple[str, int], int]()
         self._steps = []
+        self._speed = Speed()
 
     def _tell(self, event: str, **fields: object) -> None:
         self.w.fired[f"told: {event}"] += 1

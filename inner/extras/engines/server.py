@@ -10,8 +10,9 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 log-probs include the temperature only with `processed_logprobs`; otherwise a replica doubts rollouts at another
 temperature than 1 (fleet.check_rollouts).
 
-If a server is silent, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds.  Each try to load an
-adapter uses another name, because the server may have loaded the adapter before its reply was lost.
+If a server is silent, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds, after the server's
+Retry-After if that is shorter.  Each try to load an adapter uses another name, because the server may have loaded the
+adapter before its reply was lost.
 
 Not promised: an API key.
 """
@@ -53,11 +54,11 @@ class AdapterServer:
         patience_s: float = PATIENCE_S,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._address = address.rstrip("/").removesuffix("/v1")
+        self._address = _checked(address).rstrip("/").removesuffix("/v1")
         self._config = config
         self._prefix = f"{name}-{secrets.token_hex(4)}"
         self._folder = folder
-        self._tries = 1 + int(patience_s / PAUSE_S)
+        self._patience_s = patience_s
         self._sleep = sleep
         self._loaded = 0
         self._model = ""
@@ -76,6 +77,8 @@ class AdapterServer:
             return {"lora_name": asked[-1], "lora_path": str(folder.resolve())}
 
         said = self._post("/v1/load_lora_adapter", body)
+        if said.status_code != 500:  # 500 may also mean that the server cannot load this adapter
+            self._refuse_unable(said, "load an adapter")
         if said.is_error:
             raise InnerError(
                 f"{self._address} does not load the adapter in {folder} ({_shown(said)}). Start it on this machine "
@@ -100,6 +103,7 @@ class AdapterServer:
             "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
         said = self._post("/v1/completions", lambda: asked)
+        self._refuse_unable(said, "sample")
         try:
             if said.is_error:
                 raise ValueError("an error")
@@ -107,7 +111,7 @@ class AdapterServer:
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} completions of {n}")
             read = [_read_choice(choice, settings) for choice in choices]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InnerError(
                 f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
                 "needs `return_token_ids` and `logprobs` of /v1/completions, as vLLM has them"
@@ -116,24 +120,62 @@ class AdapterServer:
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
         """Return the server's answer; the last answer if the server stays busy or broken.   body(): called per try."""
-        found = list[httpx.Response | Exception]()
-        while len(found) < self._tries and sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
+        found, left = list[httpx.Response | Exception](), self._patience_s
+        while sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
             if found:
-                self._sleep(PAUSE_S)
+                if (pause := _pause_after(found[-1], left)) > left:
+                    break
+                self._sleep(pause)
+                left -= pause
             try:
                 said = httpx.post(self._address + path, json=body(), timeout=httpx.Timeout(10.0, read=ANSWER_S))
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:  # also an answer that cannot be decompressed
                 found.append(error)
                 continue
-            if said.status_code != 429 and said.status_code < 500:
+            if not _is_unable(said):
                 return said
             found.append(said)
         if isinstance(found[-1], httpx.Response):
             return found[-1]
+        fault = "sent unreadable answers" if isinstance(found[-1], httpx.DecodingError) else "did not answer"
         raise InnerError(
-            f"{self._address} did not answer {len(found)} times ({found[-1]!r}). Start the server, and then this "
-            "actor again"
+            f"{self._address} {fault} {len(found)} times ({found[-1]!r}). Start the server, and then this actor again"
         )
+
+    def _refuse_unable(self, said: httpx.Response, asked: str) -> None:
+        """Raise InnerError if the server stayed busy or broken."""
+        if _is_unable(said):
+            raise InnerError(
+                f"{self._address} refused to {asked} for {self._patience_s:.0f} s ({_shown(said)}). Look at its log, "
+                "give it less work if it is busy, and then start this actor again"
+            )
+
+
+def _checked(address: str) -> str:
+    """Return the address.   Raise InnerError unless it is one of HTTP with a host."""
+    try:
+        url = httpx.URL(address)
+        is_one = url.scheme in ("http", "https") and url.host and (url.port or 0) < 2**16
+        fault = "" if is_one else "it needs http:// or https://, a host, and a port up to 65535"
+    except httpx.InvalidURL as error:
+        fault = str(error)
+    if fault:
+        raise InnerError(
+            f"the address of the engine openai, {address!r}, is no URL of a server: {fault}. Write it as in "
+            "openai:http://localhost:8000/v1"
+        )
+    return address
+
+
+def _is_unable(said: httpx.Response) -> bool:
+    """Whether the server is busy or broken, and may answer later."""
+    return said.status_code == 429 or said.status_code >= 500
+
+
+def _pause_after(last: httpx.Response | Exception, left: float) -> float:
+    """Return the seconds until the next try: the server's Retry-After if it is a number up to `left`, else PAUSE_S."""
+    asked = last.headers.get("Retry-After", "") if isinstance(last, httpx.Response) else ""
+    return max(PAUSE_S, float(asked)) if asked.isdecimal() and float(asked) <= left else PAUSE_S
 
 
 def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[float]]:
