@@ -5,6 +5,7 @@ import math
 import os
 import random
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from inner.extras.boxes.box import (
     ProviderFailed,
     Ran,
     read_output,
+    wrapped_command,
 )
 from inner.extras.boxes.episode import read_number
 from inner.extras.boxes.local import LocalBoxes
@@ -584,6 +586,38 @@ def test_a_command_that_never_returns_is_a_timeout_and_the_box_lives(boxes: Loca
     ran = box.exec("echo begun; sleep 1000", user="user", timeout_s=0.5)
     assert ran.timed_out and ran.code == 124 and ran.output == "begun\n"
     assert box.exec("echo alive", user="user", timeout_s=30).output == "alive\n"
+
+
+@real
+@pytest.mark.parametrize(
+    "start", ["sleep 1000 &", "setsid sh -c 'trap \"\" TERM; sleep 1000' &"], ids=["job", "daemon"]
+)
+def test_a_process_in_the_background_does_not_hold_the_call(boxes: LocalBoxes, start: str) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    assert box.exec(f"{start} echo started; exit 3", user="user", timeout_s=5) == Ran(3, "started\n")
+    ran = box.exec(f"{start} echo started; sleep 1000", user="user", timeout_s=0.5)
+    assert ran == Ran(124, "started\n"), "the shell itself outlives the limit"
+
+
+@real
+def test_all_that_the_shell_wrote_comes_and_endless_output_of_the_background_ends_with_it(boxes: LocalBoxes) -> None:
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec("sleep 1000 & head -c 60000 /dev/zero | tr '\\0' x; echo last", user="user", timeout_s=30)
+    assert ran == Ran(0, "x" * HALF_OUTPUT + CUT + "x" * (HALF_OUTPUT - 5) + "last\n")
+    ran = box.exec("yes & head -c 9000 /dev/zero", user="user", timeout_s=30)
+    assert ran.code == 0 and CUT in ran.output and len(ran.output) < 8300
+
+
+def test_a_process_in_the_background_may_write_on_after_the_shells_end(tmp_path: Path) -> None:
+    """Without a sandbox, as in a remote box: the process lives on, and no closed pipe kills it."""
+    for name in ("go", "answer"):
+        os.mkfifo(tmp_path / name)
+    writes = "read word <go; head -c 200000 /dev/zero && head -c 200000 /dev/zero; echo $? >answer"
+    words = wrapped_command(f"cd {tmp_path}; ({writes}) & echo started", 30)
+    ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"started\n", b"")
+    (tmp_path / "go").write_text("go\n")
+    assert (tmp_path / "answer").read_text() == "0\n"
 
 
 @real

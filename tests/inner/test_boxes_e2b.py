@@ -90,17 +90,24 @@ def test_an_adopted_box_that_dies_is_not_named_again_either(server: E2bServer) -
 
 
 @sdk
-def test_a_process_that_stays_in_the_background_is_a_time_limit_and_no_death(
+def test_a_process_in_the_background_does_not_hold_the_call(server: E2bServer) -> None:
+    box = _starter(server).start(OWNER, BoxRecipe())
+    assert box.exec("sleep 1000 & echo started; exit 3", user="user", timeout_s=5) == Ran(3, "started\n")
+
+
+@sdk
+def test_a_command_without_an_answer_is_a_time_limit_and_no_death(
     server: E2bServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the output, so the SDK's own limit ends the call."""
+    """It ignores TERM, so here the SDK's own limit ends the call."""
     box = _starter(server).start(OWNER, BoxRecipe())
     monkeypatch.setattr(e2b_boxes, "ANSWER_S", 0.5)
     monkeypatch.setattr(e2b_boxes, "KILL_AFTER_S", 0)
-    assert box.exec("sleep 5 & echo begun", user="user", timeout_s=1) == Ran(137, "")
+    hangs = "trap '' TERM; sleep 5; sleep 5"
+    assert box.exec(hangs, user="user", timeout_s=1) == Ran(137, "")
     threading.Timer(0.5, lambda: server.dead.update(server.boxes)).start()
     with pytest.raises(BoxGone):
-        box.exec("sleep 5 & echo begun", user="user", timeout_s=1)
+        box.exec(hangs, user="user", timeout_s=1)
     monkeypatch.undo()
     server.dead.clear()
     assert box.exec("echo alive", user="user", timeout_s=30) == Ran(0, "alive\n")

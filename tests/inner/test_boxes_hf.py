@@ -40,6 +40,7 @@ def test_the_five_verbs(hub: BoxHub) -> None:
     assert hub.users == ["root", "1000"]
     assert box.exec("wc -c < large", user="root", timeout_s=30) == Ran(0, "3000000\n")
     assert box.exec("sleep 100", user="user", timeout_s=0.5).timed_out
+    assert box.exec("sleep 1000 & echo started; exit 3", user="user", timeout_s=5) == Ran(3, "started\n")
     box.write("b/c.bin", b"\x00\xff")
     assert box.read("/app/b/c.bin") == b"\x00\xff" and len(box.read("large")) == 3_000_000
     box.exec("mkfifo pipe", user="root", timeout_s=30)

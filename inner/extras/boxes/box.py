@@ -3,14 +3,15 @@
     provider.start(owner, recipe) ──▶ Box      exec(command, user, timeout_s) ──▶ Ran     read   write
     provider.find(labels) ──▶ boxes            stop()                              labels: run, slot, generation, place
 
-    in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ first 4096 bytes, CUT, last 4096 ──▶ at most 8 KiB
+    in the box:   timeout -k 5 T bash -c COMMAND  2>&1 │ until its end │ first 4096 bytes, CUT, last 4096 ──▶ ≤ 8 KiB
 
 Exit codes are Harbor's: 124 (TERM) and 137 (KILL) mean the time limit.  The output is cut inside the box, so 2 GB of
 output do not fill this process's memory.  CUT is inserted there, too, because lengths change on the way: a provider
 that returns text replaces each invalid byte by three.
 
-Not promised: a distinction between the time limit and a command's own exit code 124 or 137. If a process stays in the
-background and keeps the output open, we wait for it until the limit.
+`COMMAND &` does not hold the call: we return when the shell ends. What the background process writes later is dropped.
+
+Not promised: a distinction between the time limit and a command's own exit code 124 or 137.
 """
 
 import re
@@ -30,7 +31,17 @@ MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
 HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"
-WRAPPED = f'timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null | {HALVES}; exit ${{PIPESTATUS[0]}}'
+# the pipe itself ends with the last background process; `read` waits for one byte, dd takes all that the pipe holds
+UNTIL_END = r"""
+while read -t 0 -u 4; ended=$?; IFS= read -r -d '' -n 1 -t .05 byte; got=$?; [ $got != 1 ]; do
+  if [ "$byte" ]; then printf %s "$byte"; elif [ $got = 0 ]; then printf '\0'; fi
+  ! read -t 0 || dd bs=1M count=1
+  [ $ended != 0 ] || { cat <&0 >/dev/null 4>&- & break; }  # a closed pipe would kill a background process that writes
+done"""
+# descriptor 4 is a pipe that gets a line when the shell has ended; the last chunk is read after this line
+WRAPPED = f"""exec 4<> <(:) 2>/dev/null
+(trap 'echo >&4' EXIT; timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null 4>&-) | {{ LC_ALL=C; {UNTIL_END}
+}} | {HALVES}; exit ${{PIPESTATUS[0]}}"""
 
 
 class ProviderFailed(RuntimeError):

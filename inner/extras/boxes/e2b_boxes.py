@@ -81,7 +81,7 @@ class E2bBox:
                 ended = error
             except (self._sdk.SandboxNotRunningException, self._sdk.SandboxUnreachableException):
                 raise  # subclasses of TimeoutException that mean something else
-            except self._sdk.TimeoutException:  # if the box still runs, a background process keeps the output open
+            except self._sdk.TimeoutException:  # if the box still runs, only the command hangs
                 if not self._made.is_running(request_timeout=ANSWER_S):
                     raise
                 return Ran(137, "")
