@@ -218,7 +218,7 @@ class SkyExecutor(Executor):
         return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
-        """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older one."""
+        """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older job."""
         self._listed_at = self._clock.now()
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}

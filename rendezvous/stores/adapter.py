@@ -1,7 +1,7 @@
 """Any fsspec file system as a store; registers only in file systems with a reliable create-if-absent.
 
     put, get, get_into, list, delete      every file system
-    create                                s3fs, gcsfs, adlfs, and only after 3 races of 16 writers, each with one winner
+    create                                s3fs, gcsfs, adlfs, and only if no race of 16 writers had two winners
 
 On most file systems fsspec's `mode="create"` checks first and then writes: on local ones, 28 of 60 races had several
 winners.  So only these three may `create`.  Bytes are copied more often than in `cloud`, and this needs the GIL.
