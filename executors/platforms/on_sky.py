@@ -189,7 +189,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status per handle, from one request for all jobs, and one for the log of each failed job."""
+        """Return a status per handle, from one request for all jobs, and a request for the log of each failed job."""
         jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
