@@ -136,7 +136,7 @@ def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: f
         )
     if budget.max_hours and spent.hours + end > budget.max_hours:
         return (
-            f"{doing} would pass max_hours = {budget.max_hours:g}: the run took {spent.hours:.2f} hours, and ending "
+            f"{doing} would pass max_hours = {budget.max_hours:g}: the run has run {spent.hours:.2f} hours, and ending "
             f"takes {END_S:.0f} s; raise --max-hours to continue"
         )
     return ""

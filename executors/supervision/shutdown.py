@@ -224,7 +224,7 @@ def _launched_here(launches: Launches) -> list[Handle]:
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until platforms list no more for a while; return those that do not end."""
+    """Cancel processes with the run's label until no platform lists any for a while; return those that do not end."""
     if not launches.labelled:
         return []
     began = clock.now()

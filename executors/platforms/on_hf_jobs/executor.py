@@ -5,7 +5,7 @@
                                  ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
-    ERROR ▶ FAILED with the exit code in its last log line, without a start or without memory; else, or by a signal LOST
+    ERROR ▶ FAILED: the log has an exit code, no replica started, or memory ran out; LOST: no report, or a kill
 
 The Hub starts a replica's job only once, because the supervisor must know about every replacement.  The Hub starts the
 supervisor's own job again when the job's host dies; a new supervisor needs the lease, so two supervisors launch no

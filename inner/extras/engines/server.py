@@ -115,7 +115,7 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
-        """Return the server's answer, or the last error of a busy or broken server.   body(): called for each try."""
+        """Return the answer, also a busy server's error.  Raise InnerError if there is no answer.   body(): per try."""
         found = list[httpx.Response | Exception]()
         while len(found) < self._tries and sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
             if found:
