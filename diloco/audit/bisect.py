@@ -10,7 +10,7 @@
     exit code   0 good      125 cannot say      1 … 124 bad      else: could not run, the search ends    (as in git)
 
 `bisect` is a pure search over a list of steps; `judge` is an argument.  `bisect` finds where the judgement changes,
-from good to bad or from bad to good.  `diloco blame` reads the last number that a command prints.
+from good to bad or from bad to good.  `diloco blame` reads the last word that a command prints, as a number.
 
 Not promised: a certain step if the judgement changes more than once (as with git, one of the changes is found); a time
 limit.  Ctrl-C ends the command and the search.
@@ -43,7 +43,7 @@ class Judgement(StrEnum):
 class Change:
     """A change: θ of `before` has the first end's judgement, θ of `after` the last end's.   judged: step -> judgement.
 
-    unclear: steps between the two that could not be judged.   gone: steps between that are not in the bucket.
+    unclear: steps between the two that could not be judged.   gone: steps between them that are not in the bucket.
     """
 
     before: int
@@ -85,7 +85,7 @@ class Change:
 
 
 def most_judgements(steps: Sequence[int]) -> int:
-    """Return the maximal number of judgements after the first two, if none is "cannot say"."""
+    """Return the maximal number of judgements after the first two, if no judgement is "cannot say"."""
     return ceil(log2(max(1, len(steps) - 1)))
 
 

@@ -45,7 +45,7 @@ NOISE = 0.1  # share of the number's change from θ_a to θ_b, or of an average 
 
 @dataclass(frozen=True)
 class Without:
-    """One omission.   measured: the metric without it, or None.   moved: ‖θ_b′ − θ_b‖.   left_out: pseudogradients.
+    """One omission.   measured: the metric without it, or None.   moved: ‖θ_b′ − θ_b‖.   left_out: how many offers.
 
     cosine: mean cosine of the left-out pseudogradients to the mean of the others; None for steps or without others.
     inseparable: steps whose deltas are gone, so that nothing was left out of their means.
@@ -61,7 +61,7 @@ class Without:
 
 @dataclass(frozen=True)
 class Blame:
-    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: of θ_first, θ_last."""
+    """The result.   metric: a name, or "".   better: LOWER, HIGHER or UNKNOWN.   before, after: at θ_first, θ_last."""
 
     first: int
     last: int
@@ -191,7 +191,7 @@ def _number(measured: Measurement | None) -> str:
 
 def _conclusion(found: Blame) -> list[str]:
     if not found.without:
-        return ["no work was counted there"]
+        return ["no work was counted in these outer steps"]
     if not found.metric:
         return _conclusion_without_metric(found)
     most = found.ranked[0]
@@ -254,7 +254,7 @@ class Omission:
 
 @dataclass
 class Counterfactual:
-    """θ and momentum after an omission.   left_out: pseudogradients.   inseparable: steps whose deltas are gone, so
+    """θ and momentum after an omission.   left_out: how many offers.   inseparable: steps whose deltas are gone, so
     that the whole mean was used.   cosines: one per omitted pseudogradient, with the mean of the others."""
 
     omission: Omission

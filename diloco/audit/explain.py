@@ -116,7 +116,7 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
 
 def _offer_lines(facts: StepFacts) -> Iterator[str]:
     if not facts.offers:
-        yield "none of the offers for it can be read"
+        yield "no offer for this step can be read"
     for one in sorted(facts.offers, key=lambda one: one.offer.at):
         o = one.offer
         inside = f"{o.h} inner steps" + (f", {o.samples:g} samples" if o.samples else "")

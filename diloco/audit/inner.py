@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
-LOOKED_AT = 20  # bundles of a slot that are read to find the number of its process's threads
+LOOKED_AT = 20  # about so many bundles of a slot are read to find the number of its process's threads
 
 Tell = Callable[[str], None]
 
@@ -244,11 +244,11 @@ class _Session(StandIn):
 
     @property
     def leaving(self) -> bool:
-        """Whether the session offered after as many inner steps as were taken now."""
+        """Whether the session made its offer after as many inner steps as have been taken now."""
         return self._inner >= self._offers[self._step].h
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
-        """Compare Δ with the offer's, and write the mean of the step's commit over it."""
+        """Compare Δ with the offer, and then write the mean of the step's commit over Δ."""
         delta = tensor.detach().numpy()
         self._compare(delta, self._offers[self._step])
         if self._step == max(self._offers):
@@ -364,19 +364,19 @@ class _Recorded(BucketPlaces):
         )
         self._to = to
         self._refused = list[tuple[int, str, str, str]]()
-        self._other_step: tuple[str, int, memoryview] | None = None  # key, step and payload of such a bundle
+        self._other_step: tuple[str, int, memoryview] | None = None  # a bundle of another step: key, step, payload
         claimed = map(layout.claimed_slot, store.list(layout.CLAIMS))
         self._has_actors = read_control(store).most_actors > 0 or any(
             slot and layout.is_actor(slot) for slot in claimed
         )
-        self.lost = ""  # the rollouts that are gone and cannot be made again, because an actor sampled them
+        self.lost = ""  # the rollouts that are gone and cannot be made again: an actor may have sampled them
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
         )  # fmt: skip
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
-        """Return the bundle that the session trained on: its own, if it made one.
+        """Return the bundle that the session trained on, if possible its own; None if that bundle is gone.
 
         If the session's own bundle is a later attempt, the session refused the earlier attempts.
         """

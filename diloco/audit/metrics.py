@@ -39,7 +39,7 @@ LOWER, HIGHER, UNKNOWN = -1, +1, 0  # the better direction
 
 @dataclass(frozen=True)
 class Measurement:
-    """One value of a metric.   error: its standard error, nan if unknown.   parts: numbers with this value as mean.
+    """One value of a metric.   error: its standard error, nan if unknown.   parts: numbers whose mean is the value.
 
     Two measurements with parts have corresponding parts in the same order, so that they can be compared in pairs."""
 
@@ -113,7 +113,7 @@ class CommandNumber:
 def open_metric(
     run: Run, record: ModelRecord, *, text: Path | None = None, prompts: Path | None = None
 ) -> Iterator[Metric | None]:
-    """Open the requested metric, or that of the run's own text or [eval]; None if there is none.
+    """Open the requested metric, or else a metric on the run's own text or [eval]; None for a run without both.
 
     Raises ConfigError."""
     with TemporaryDirectory(prefix="diloco-blame-") as scratch:

@@ -91,7 +91,7 @@ class OfflineScorer:
         shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
         if not (scores := read_evaluations([{"event": "evaluated", "step": at, **shares, **found}])):
             what = "the reward gave no number for any of these prompts"
-            raise ConfigError(f"{what}: it returned None or failed for each. Try it on one of them")
+            raise ConfigError(f"{what}: it returned None or failed for each. Try the reward on one of these prompts")
         return scores[0]
 
 

@@ -35,8 +35,8 @@ STEPS_AT_ONCE, LOGS_AT_ONCE = 100, 16  # so many steps, and logs, are requested 
 class RecordCheck:
     """The check of one run's records.
 
-    chain, manifests: step -> commit, snapshot that was read.   logged, left: step -> session or key -> the
-    digest of θ that it logged or left with."""
+    chain: step -> its commit.   manifests: step -> its snapshot.   logged: step -> session -> the digest of θ that the
+    session logged.   left: step -> key of a leave record -> the digest of θ in the record."""
 
     def __init__(self, store: Store, rules: Rules, found: Findings) -> None:
         self._store = store
@@ -210,7 +210,7 @@ def anchor_flaw(snapshot: Snapshot, after: Mapping[int, str | None]) -> str:
 
 
 def file_flaws(store: Store, named: Iterable[Mapping[str, Mapping[str, str]]]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of files that have another SHA-256 than their record says, and the flaw."""
+    """Yield (key, flaw) of each file that cannot be read, or has another SHA-256 than its record says."""
     for stored in (stored for files in named for stored in files.values() if stored["key"]):
         try:
             fetch_stored(store, stored)
@@ -232,7 +232,7 @@ def _find_offer(store: Readable, listed: Listed) -> tuple[str, Offer | None]:
 
 
 def _read_logs(ahead: Ahead) -> dict[int, dict[str, str]]:
-    """Return step -> session -> the digest of θ that it logged before that step.  Ignore lines without a digest."""
+    """Return step -> session -> the digest that the session logged of θ_step.  Ignore lines without a digest."""
     said: dict[int, dict[str, str]] = {}
     owners = {key: owner for key in ahead.list(layout.LOGS) if (owner := layout.log_owner(key))}
     keys = [key for key in owners if not layout.is_rollouts(key)]

@@ -145,7 +145,7 @@ def _wanted_at(store: Store, at: float) -> Wanted:
 
 
 def _read_offers(store: Store, step: int, known: dict[int, Commit], rules: Rules, head: int) -> Iterable[OfferFacts]:
-    """Yield the facts of every offer record of the step.  The bodies are not read."""
+    """Yield the facts of every offer record of the step that can be decoded.  The bodies are not read."""
     for key in sorted(store.list(layout.offers_prefix(step))):
         body = store.get(key)
         if body is None:
@@ -261,7 +261,7 @@ def _rho(reducer: Reducer, previous: Commit | None, mean: np.ndarray, gone: list
     try:
         read_mean(reducer, previous, before)
     except RendezvousError:
-        gone.append(f"the mean of step {previous.t}, to compare this one with")
+        gone.append(f"the mean of step {previous.t}, for a comparison with this step's mean")
         return None
     return cosine(dot(before, mean), norm(before), norm(mean))
 

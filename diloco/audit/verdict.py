@@ -79,7 +79,7 @@ class Findings:
         self.verdict.unchecked.append(text)
 
     def missing(self, step: int, blob: str, slot: str = "") -> None:
-        """Note a blob that is too short or gone. In a run that keeps all, this is a difference; else it was deleted."""
+        """Note a blob that is too short, which is a difference, or gone: a difference only if the run keeps all."""
         if blob_stands(self.store, blob, 1):
             self.differs(step, blob, slot, "is shorter than announced")
         elif self.keeps_all:

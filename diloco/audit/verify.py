@@ -48,7 +48,7 @@ class _LostMean(Exception):
 
 
 def verify(run: Run, step: int | None = None) -> Verdict:
-    """Recompute θ and compare.   step: only this one, from the snapshot before it; None: all.
+    """Recompute θ and compare.   step: check only this step, from the snapshot before it; None: check all steps.
 
     Raises ConfigError for a step whose blobs were deleted, or that is not taken yet.
     """
@@ -67,7 +67,7 @@ def verify(run: Run, step: int | None = None) -> Verdict:
 
 
 def _begin_at(run: Run, store: PatientStore, step: int, head: int) -> int:
-    """Return the snapshot's step from which θ of `step` is computed."""
+    """Return the step of the snapshot from which θ of `step` is computed; 0 for θ_0."""
     if not 0 <= step <= head:
         raise ConfigError(f"step {step} has not been taken: the run is at step {head}. Use --step {head} or less")
     refuse_gone(run, step)
@@ -194,7 +194,7 @@ class _Replay:
         for blob, slot, text in [] if self._differed else wrong:
             self._found.differs(t, blob, slot, f"{text}, computed is {base}")
         self._differed = bool(wrong)
-        if t == 0 and self._start.theta and not self._run.record.parent.url:  # a fork's θ_0 is its parent's
+        if t == 0 and self._start.theta and not self._run.record.parent.url:  # a fork's θ_0 is a θ of its parent
             theta = (as_bytes(part.numpy()) for part in state.thetas)
             if not has_digest_of(theta, self._start.theta, self._kind):
                 self._found.differs(0, layout.MODEL_MANIFEST, "", f"says that θ_0 has the digest {self._start.theta}")

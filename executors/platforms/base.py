@@ -174,7 +174,7 @@ def unanswered(known: Status, why: Exception | str) -> Status:
 
 @dataclass(frozen=True)
 class Result(Plain):
-    """The end of one replica.   value: its function's return value.   tail: its last log lines if it failed."""
+    """The end of one replica.   value: its function's return value.   tail: its last log lines, without success."""
 
     handle: Handle
     state: State

@@ -3,12 +3,12 @@
     stem.json     process file: pid, start    written first, and only if there is none
     stem.log      stdout and stderr
     stem.result   the function's return value JSON, only for entry points called with keywords
-    stem.exit     pid, start, exit code       written last, by the process that reaped it
+    stem.exit     pid, start, exit code       written last, by the fork server; no file for a fresh interpreter
     stem.launchers  "PID:START" per line      short form only: the process ends once all these launchers have ended
 
 A fresh interpreter runs START, with the request as JSON; the fork server calls `run_process` directly.  The
 process file stem.json makes a launch happen once: if two launchers start the same (slot, attempt), the process
-that finds another one's file ends at once.
+that finds the file of another process ends at once.
 
 Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM; it is killed then.
 """

@@ -189,7 +189,7 @@ class SkyExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status per handle, from one request for all jobs, and one for the log of each failed job."""
+        """Return a status per handle, from one request for all jobs, and a request for the log of each failed job."""
         jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
@@ -218,7 +218,7 @@ class SkyExecutor(Executor):
         return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
-        """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older one."""
+        """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older job."""
         self._listed_at = self._clock.now()
         self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}

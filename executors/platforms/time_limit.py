@@ -1,4 +1,4 @@
-"""A started process with a time limit: it is asked to leave before the limit, and is ended by force at it.
+"""A started process with a time limit: it is asked to leave before the limit, and is ended by force at the limit.
 
     MARGIN of the time ─▶ SIGTERM: a replica offers its work, and ends        the full time ─▶ exit code RESUME
 

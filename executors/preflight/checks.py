@@ -81,7 +81,7 @@ def _check_files(config: RunConfig) -> list[str]:
 def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
     """Check the places; return notes.   Raises UsageError, InnerError.
 
-    A run on this machine without options of its place can only lack packages, so no other check is made.
+    For a run on this machine whose places have no options, only boxes, optional packages and torchrun are checked.
     """
     notes = list[str]()
     if config.inner.sampling.boxes is not None:

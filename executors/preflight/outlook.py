@@ -90,7 +90,7 @@ def rate_line(config: RunConfig, replicas: int) -> str:
         return f"learning rate {inner.learning_rate:g}{many}"
     root = "√" if abs(factor - replicas) > 1e-6 else ""
     return (
-        f"learning rate {inner.learning_rate * factor:.3g}: inner.lr = {inner.learning_rate:g} is one machine's, "
+        f"learning rate {inner.learning_rate * factor:.3g}: inner.lr = {inner.learning_rate:g} is for one machine, "
         f"× {root}{replicas} for {replicas} replicas (inner.schedule.lr_replicas)"
     )
 

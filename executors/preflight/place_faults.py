@@ -1,4 +1,4 @@
-"""Finds mistakes in the chosen places: pure functions of config, places and environment.
+"""Finds mistakes in the chosen places, from config, places, environment and the packages of this machine.
 
     devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
     launcher_fault  torchrun has started this command, so its replicas would count as its processes

@@ -81,7 +81,7 @@ class FleetRequest:
         return {name: value for name, value in vars(self).items() if value}
 
     def within(self, places: Sequence[Place]) -> "FleetRequest":
-        """Return the request with the places' number of replicas.   Raise UsageError if it asks for fewer."""
+        """Return the request, by default for as many replicas as the places name.   Raise UsageError for fewer."""
         named = replicas_in(places)
         if named and self.replicas and self.replicas < named:
             raise UsageError(f"--place names {named} replicas, --replicas {self.replicas}; leave one of them out")
@@ -156,7 +156,7 @@ def check_reach(url: str, places: Sequence[Place]) -> None:
 
 
 def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
-    """Return the limits of the request; for limits that it leaves open, the run's earlier ones."""
+    """Return the limits of the request; for limits that the request leaves open, the run's earlier limits."""
     return Budget(**{name: getattr(wanted, name) if typed is None else typed for name, typed in vars(request).items()})
 
 

@@ -22,7 +22,7 @@ class UsageError(ValueError):
 def shareable_url(url: str) -> str:
     """Return the URL of a run that several processes can see.  Raises UsageError."""
     if url.startswith("memory://"):
-        raise UsageError(f"{url} is the memory of one process, and a run has several. Use a folder: --run runs/mine")
+        raise UsageError(f"{url} is the memory of one process; a run has several processes. Use --run runs/mine")
     return checked_url(url)
 
 

@@ -6,8 +6,8 @@
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
 Data is read from the current folder, as `python train.py` would.  For a script outside the current folder, or a link to
-one, that script's folder has its modules, and the data that the current folder lacks.  A file that git ignores is not
-sent unless --file names it; a file with the name of a secret (secret_names.py) is never sent.
+one, that script's folder has its modules, and the data that the current folder lacks.  Data that git ignores are not
+sent unless --file names them; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script; name such files with --file.
 """
@@ -100,7 +100,7 @@ def read_script(
 
 
 def _script_file(name: str) -> Path:
-    """Return the real path of the script, because Python finds its modules beside that.   Raises UsageError."""
+    """Return the real path of the script: Python finds the script's modules beside it.   Raises UsageError."""
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"there is no script {name}. Give the path of a Python file, or a module with -m")
@@ -227,7 +227,7 @@ def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Collecti
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
     """Return the names that git ignores; an empty set without git or outside a repository.
 
-    git refuses all names if one is in a submodule or behind a link, so each folder is asked about its own."""
+    git refuses all names if one is in a submodule or behind a link, so we ask git once per folder, about its files."""
     places = {name: ((base / name).parent.resolve(), (base / name).name) for name in names}
     ignored = set[tuple[Path, str]]()
     for folder in {folder for folder, _ in places.values()}:

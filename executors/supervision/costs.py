@@ -57,7 +57,7 @@ class Bill(Plain):
 class Costs:
     """The costs of a run.   hours: wall time with any billed launch.   unlogged: dollars that are missing in the log.
 
-    boxes: US dollars for boxes that have ended.
+    boxes: US dollars for boxes, of the batches whose boxes have ended.
     untold: sessions on rented machines whose costs are missing in the log and in the control records.
     """
 
@@ -136,14 +136,14 @@ def _limit_passed(budget: Budget, spent: Costs, rate: float, doing: str, boot: f
         )
     if budget.max_hours and spent.hours + end > budget.max_hours:
         return (
-            f"{doing} would pass max_hours = {budget.max_hours:g}: it has run for {spent.hours:.2f} hours, and ending "
+            f"{doing} would pass max_hours = {budget.max_hours:g}: the run has run {spent.hours:.2f} hours, and ending "
             f"takes {END_S:.0f} s; raise --max-hours to continue"
         )
     return ""
 
 
 def lease(budget: Budget, spent: Costs, now: float, rate: float | None = None) -> float:
-    """Return the Unix time until which replicas may run without a supervisor at `rate` (default: `spent`'s)."""
+    """Return the Unix time until which replicas may run without a supervisor.   rate: default: spent.rate_soon."""
     rate = spent.rate_soon if rate is None else rate
     left = [LEASE_S]
     if budget.max_usd and rate > 0:

@@ -55,7 +55,7 @@ def boundary_of(run: Run) -> int:
 
 
 def lost_work(beat: Beat | None) -> str:
-    """Describe the work lost with a killed replica; "" if all was uploaded.   beat: the replica's last heartbeat."""
+    """Describe the work lost with a killed replica; "" if no work is known.   beat: the replica's last heartbeat."""
     if beat is None or beat.phase != AT_WORK:
         return ""
     if not beat.inner:

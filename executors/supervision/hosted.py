@@ -60,7 +60,7 @@ def supervisor_spec(platform: str, run: str, attempt: int) -> tuple[ReplicaSpec,
 
 
 def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
-    """Start the next supervisor, from the container whose time limit is near; return whether a next one exists."""
+    """Start the next supervisor, from the container whose time limit is near; return whether it was started."""
     spec = ReplicaSpec.from_dict(raw)
     executor = make_executor(Place(platform, options=options))
     attempt = 0

@@ -73,7 +73,7 @@ class Lease:
         try:
             self.store.put(layout.beat_key(SUPERVISOR), body.encode())
             self.trouble = ""
-        except StoreError as error:  # heartbeats are advisory: a missing one does no harm
+        except StoreError as error:  # heartbeats are advisory: a missing heartbeat does no harm
             self.trouble = str(error) if isinstance(error, StoreRefused) else ""
 
     def keep_while(self, act: Callable[[], T]) -> T:
@@ -135,7 +135,7 @@ def _is_on_this_machine(holder: Claim) -> bool:
 
 
 def _known_dead(run: str, holder: Claim) -> bool:
-    """Whether the claim's process was on this machine and has ended, or works for another run, which was copied."""
+    """Whether the claim's process was here, and has ended or works for another run, of which this run is a copy."""
     if not _is_on_this_machine(holder):
         return False
     return not processes.is_alive(holder.pid, holder.started) or works_for(holder.pid, run) is False

@@ -78,7 +78,7 @@ class RecordsWatch:
         self.lost = ""
 
     def why_lost(self, report: Report, *, again: bool = False) -> str:
-        """Return a text that names the missing record and the next step; "" if none is missing, or no check is due.
+        """Return a text that names the missing record and the next step; "" if no record is missing, or no check due.
 
         again: check now, even if no check is due.
         """

@@ -30,7 +30,7 @@ LAUNCH = "launch"
 
 @dataclass
 class Outage:
-    """One platform without an answer.   since: begin per launch.   ask_at: next request.   reported_at: None: never."""
+    """One platform without an answer.   since: start per launch.   ask_at: next request.   reported_at: None: never."""
 
     since: dict[str, float] = field(default_factory=dict)
     why: str = ""
@@ -70,7 +70,7 @@ class Outages:
     def poll(self, executor: FleetExecutor, handles: Iterable[Handle]) -> list[Status]:
         """Poll as `executor.poll` does, but ask a silent platform again only when its pause is over.
 
-        handles: all handles of interest; an outage that concerns none of them is over.
+        handles: all handles of interest; an outage that concerns no handle of these is over.
         """
         handles = list(handles)
         asked = [h for h in handles if h not in self._last or not self.waits(h.executor)]

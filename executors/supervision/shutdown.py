@@ -53,7 +53,7 @@ from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
 FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
-LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s
+LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s (in a bucket, 5 s)
 KILLED_S = REAP_S + 2.0  # time for a killed process to end, also if its exit code cannot be written
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
@@ -224,7 +224,7 @@ def _launched_here(launches: Launches) -> list[Handle]:
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until platforms list none for a while; return those that do not end."""
+    """Cancel processes with the run's label until no platform lists any for a while; return those that do not end."""
     if not launches.labelled:
         return []
     began = clock.now()

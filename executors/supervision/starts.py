@@ -51,7 +51,7 @@ class Starts:
         self._short_of = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
-        """Return the starts without actors and rented GPUs, which would wait for the model; `expect` these later."""
+        """Return the starts without actors and rented GPUs, which would wait for the model; announce those now."""
         early = [state for state, _ in starts if self._bills_a_gpu(state) or layout.is_actor(state.slot)]
         if early:
             self._slots.executor.expect([self._spec_for(state) for state in early])
@@ -88,7 +88,7 @@ class Starts:
         verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))
         if why := self._spend_limit.carry_out(verdict, report):
             return self._do_without(why)
-        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # our successor looks for them
+        slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # the next supervisor looks for them
         handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())

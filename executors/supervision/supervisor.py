@@ -130,7 +130,7 @@ class Supervisor:
         self._records = RecordsWatch(self.run, self.clock)
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
-        self._said_at = float("-inf")  # when we last reported that trouble
+        self._said_at = float("-inf")  # when we last reported a trouble
         self._spend_limit = SpendLimit(
             self.run.store, self.clock, self.executor, self.places, former=former_places(wanted.former), emit=self.emit
         )

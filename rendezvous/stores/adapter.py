@@ -1,12 +1,12 @@
 """Any fsspec file system as a store; registers only in file systems with a reliable create-if-absent.
 
     put, get, get_into, list, delete      every file system
-    create                                s3fs, gcsfs, adlfs, and only after a race of 16 writers had one winner
+    create                                s3fs, gcsfs, adlfs, and only if no race of 16 writers had two winners
 
 On most file systems fsspec's `mode="create"` checks first and then writes: on local ones, 28 of 60 races had several
 winners.  So only these three may `create`.  Bytes are copied more often than in `cloud`, and this needs the GIL.
 
-Not promised: an atomic `put` (a reader of a folder may see half an object, which its digest shows); no copies.
+Not promised: an atomic `put` (a reader of a folder may see half an object, which its digest shows), or few copies.
 """
 
 import os
@@ -140,7 +140,7 @@ class AdapterStore:
             self._creates = True
 
     def _ask_files(self, verb: str, key: str, request: Callable[[], T]) -> T | None:
-        """Return the answer, None for a missing object.   Raise a StoreError in place of the file system's error."""
+        """Return the answer; None for a missing object.   Raise a StoreError in place of the file system's error."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self.url} was opened in process {self._pid}; after a fork, open it again or use spawn"
@@ -204,7 +204,7 @@ def _safe_words(error: Exception) -> str:
 
 
 def url_without_secrets(url: str) -> str:
-    """Return the URL without a password or token before "@"; the name of an Azure container there stays."""
+    """Return the URL without its query, and without a password or token before "@"; an Azure container there stays."""
     parts = urlsplit(plain_url(url))
     user, _, host = parts.netloc.rpartition("@")
     place = parts.netloc if parts.scheme in CONTAINERS and ":" not in user else host

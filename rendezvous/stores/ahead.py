@@ -21,14 +21,14 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from rendezvous.stores.cache import Cache
 
-AT_ONCE = 96  # requests at a time; at 50 ms each, 1,900 per second.  More hardly help one client
+AT_ONCE = 96  # requests at a time; at 50 ms each, 1,900 per second.  More requests hardly help one client
 Answer = bytes | list[str] | Exception | None  # the answer to a GET, or to a LIST
 
 
 class Ahead:
     """A read-only store of a run with prefetch.
 
-    cache: cache of records that never change, None for none.   answers: key -> answer, from earlier requests.
+    cache: a cache of records that never change; None: no cache.   answers: key -> answer, from earlier requests.
     """
 
     cheap = True  # its readers read prefetched keys, which costs no request
@@ -54,7 +54,7 @@ class Ahead:
         self._given.clear()
 
     def ask(self, keys: Iterable[str]) -> None:
-        """Send a GET for each key now, and a LIST for each that ends with "/".
+        """Send a GET (a LIST if the key ends with "/") now for each key that has no answer yet and is not cached.
 
         An error is raised later, when its key is read.
         """
@@ -71,13 +71,13 @@ class Ahead:
         return self.is_cached(key) or self._answers[key] is not None
 
     def refuse_silence(self, keys: Iterable[str]) -> None:
-        """Raise the store's error if all of these keys got errors; else a search for the last key would never end."""
+        """Raise the store's error if all of these keys got errors.  Otherwise a search for the last key never ends."""
         answers = [self._answers.get(key) for key in keys if not self.is_cached(key)]
         if answers and isinstance(first := answers[0], StoreError) and all(isinstance(a, StoreError) for a in answers):
             raise first
 
     def listed(self, prefix: str) -> list[str]:
-        """Return the keys of a prefetched LIST, [] if there is none.  `list` can still return its answer."""
+        """Return the keys of a prefetched LIST; [] without such a LIST.  `list` can still return its answer."""
         shown = self._answers.get(prefix)
         return shown if isinstance(shown, list) else []
 

@@ -36,7 +36,7 @@ _DIGEST = 32
 
 
 def cache_of(store: Readable, nonce: str) -> "Cache | None":
-    """Return the cache of a run's records; None for a run in a folder, which is as fast.   nonce: that of run.json."""
+    """Return the cache of a run's records; None for a run in a folder, which is as fast.   nonce: run.json has it."""
     if getattr(store, "cheap", False):
         return None
     with suppress(RuntimeError):  # a user without a home has no cache
@@ -83,7 +83,7 @@ class Cache:
             self._of_kind(kind)[key] = self._news.setdefault(kind, {})[key] = body
 
     def take(self, key: str) -> bytes | None:
-        """Remove a record from the cache and return its body, to compare it with the bucket's."""
+        """Remove a record from the cache and return its body (None without one), to compare it with the bucket."""
         kind = layout.record_kind(key)
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
@@ -102,7 +102,7 @@ class Cache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def save(self) -> None:
-        """Write the new records to disk.  On a full or read-only disk, write nothing."""
+        """Write the new records to disk, unless the cache is full.  A full or read-only disk is no error."""
         if not self._news:
             return
         with suppress(OSError):

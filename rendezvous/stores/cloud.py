@@ -2,20 +2,20 @@
 
     create      one PUT with If-None-Match: *           never retried here: put_once must see every outcome
     put         one PUT up to 64 MiB, directly from the caller's memory; above, equal parts of 32 MiB, 8 at a time;
-                less on a slow link (uplink.py)
+                smaller parts on a slow link, and before the link's first measurement (uplink.py)
                 a Stream in parts of 8 MiB, 4 at a time; if it is interrupted, no object is visible
-    get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for put, get, list
-                no limit while bytes arrive: the time limit is on silence
+    get_into    GETs of 16 MiB, 16 at a time, into the caller's memory         three retries, as for all but create
+                while bytes arrive, the limit is 12 hours: the usual time limit is on silence
 
     obstore's error                               our error
     AlreadyExists                                 KeyExists      (a 409 does not prove that an object is there:
                                                                  put_once reads the key)
-    403, expired, no such bucket, wrong region    StoreRefused   with advice; the next request makes a new client
-    everything else                               StoreUnclear   the request may have succeeded
+    403, expired, no such bucket, quota full, …   StoreRefused   with advice; the next request makes a new client
+    an error for which we have no advice          StoreUnclear   the request may have succeeded
 
 obstore's own threads move the bytes, and hardly need the GIL.  After a refusal, the environment and ~/.aws/credentials
-are read again, so a running job uses a renewed token.  An error text has the status, the code and our own words; text
-that a server quotes (keys, signed requests) is left out.
+are read again, so a running job uses a renewed token.  An error text has the status, the code and our own words, and a
+server's message only about a checksum: other texts of a server may quote keys or signed requests.
 
 Not promised: use in a forked child of a process that has used a store (it would hang, so it raises an error); profiles
 that need a command or a browser (export their keys); a complete `get` from a server that cuts an object short and gives
@@ -63,7 +63,7 @@ PARTS_AT_ONCE = 8
 STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes per part, parts at once, limit of parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
-BULK = 256  # at most so many keys per delete request: Azure's limit; a missing key makes its whole request fail
+BULK = 256  # at most so many keys per delete request: Azure's limit.  One missing key makes the whole request fail
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
 
@@ -87,7 +87,7 @@ class Clients:
     """Clients of one bucket, with different time limits and retries.
 
     for_registers    no retry
-    for_reading      no time limit while bytes arrive
+    for_reading      a limit on silence, and 12 hours while bytes arrive
     for_writing      a limit for long uploads
     for_deleting     one request per key
     Each client is made at its first use, because that takes 6 ms and a view of a run only reads.
@@ -140,7 +140,7 @@ class CloudStore:
             try:
                 self._upload(key, body)
             except StoreUnclear:
-                timed_out = time.monotonic() - began >= self._uplink.request_s  # else the caller may repeat the write
+                timed_out = time.monotonic() - began >= self._uplink.request_s  # only then do fewer bytes help
                 if not timed_out or body_bytes(body) <= LEAST or not self._uplink.slow_down():
                     raise
             else:
@@ -214,7 +214,7 @@ class CloudStore:
             self._delete_bulk(keys[i : i + BULK])
 
     def _delete_bulk(self, keys: Sequence[str]) -> None:
-        """Delete all keys by one request.  If the store lacks it, as some S3 clones do, use one request per key."""
+        """Delete all keys by one request.  If it fails (some S3 clones lack it), send one per key, but not to Azure."""
         try:
             self._ask_bucket("delete", keys[0], lambda at: at.for_reading.delete(keys), missing=True)
         except StoreError:
@@ -250,12 +250,12 @@ class CloudStore:
         if isinstance(failure, StoreRefused):
             _forget_clients()
         if failure is not None:
-            raise failure  # outside `except`, so that it does not contain the client's text with a signed request
+            raise failure  # outside `except`, so that no traceback shows the client's text with a signed request
         return None
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
-    """Return the object.  If the object is too long, return only its first bytes and close the connection."""
+    """Return the object.  If the object is too long, return one byte more than allowed and close the connection."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
     if found.meta["size"] <= most:
@@ -277,7 +277,7 @@ def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
 
 
 def parse_address(url: str) -> Address:
-    """Parse the URL of a bucket.   Raise ValueError for a wrong URL, without possible secrets in the text."""
+    """Parse the URL of a bucket.   Raise ValueError for a wrong URL; the error's text has no possible secrets."""
     plain_url(url)
     try:
         parts = urlsplit(url)
@@ -444,7 +444,7 @@ def _read_profile() -> dict[str, str]:
 
 
 def credentials_from_file() -> "S3Credential":
-    """Return the keys in the file, for obstore, which calls this again after five minutes, and sees a renewed file."""
+    """Return the file's keys.  obstore calls this again 10 s later: it replaces keys that expire within 5 minutes."""
     profile = _read_profile()
     return {
         "access_key_id": profile.get("aws_access_key_id", ""),
@@ -465,7 +465,7 @@ _METADATA = ("169.254.169.254", "metadata.google.internal")  # clients try them 
 
 
 def explain_error(address: Address, verb: str, key: str, error: Exception, missing: bool = False) -> StoreError | None:
-    """Return our error for one of obstore's; None for a missing object, if `missing` allows it."""
+    """Return our error for an error of obstore; None for a missing object, if `missing` allows it."""
     text = str(error)
     status = _first_match(r"status code: (\d{3})", text)
     code = _first_match(r"<Code>(\w+)</Code>", text)
@@ -543,7 +543,7 @@ def _proxy() -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Return a text for an error without a status, without URLs and without parts that may be keys."""
+    """Return a text for an error that has no status.  The text has no URLs and no parts that may be keys."""
     kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
     if kind:
         return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke") + _proxy()

@@ -7,8 +7,8 @@ A link of a finished temporary file is exclusive and complete.  O_EXCL on the fi
 reader could see half the file, and a crash would leave a truncated register for ever.  On file systems without hard
 links (exFAT, some FUSE file systems) the file is renamed with RENAME_NOREPLACE, which is also exclusive.
 
-A key cannot lead out of the folder: its parts are opened one below the other, and none may be a link.  (The run's
-folder itself may be a link.)  Only regular files are read, and opening one never blocks: a FIFO, a socket or a folder
+A key cannot lead out of the folder: its parts are opened one below the other, and no part may be a link.  (The run's
+folder itself may be a link.)  Only regular files are read, and opening a key never blocks: a FIFO, a socket or a folder
 under a key is refused.
 
 A store remembers the device and inode of the folder that it opened first, and keeps it open so that the inode is not
@@ -153,7 +153,7 @@ class FileStore:
             os.close(at)
 
     def _open_root(self) -> int:
-        """Open the run's folder, and return its descriptor.   Raise StoreGone if it is not the one opened first."""
+        """Open the run's folder, and return its descriptor.   Raise StoreGone if another folder was opened first."""
         try:
             at = os.open(self._folder, _FOLDER)
         except FileNotFoundError:
@@ -187,7 +187,7 @@ class FileStore:
 
     @contextmanager
     def _temporary_file(self, key: str, body: Body) -> Generator[str]:
-        """Give the path of a finished temporary file with `body`; it is always removed afterwards."""
+        """Give the path of a finished temporary file with `body`.  Afterwards no file has this path."""
         size = body_bytes(body)
         with self._as_store_errors("write", key):
             self._make_tmp()
@@ -205,7 +205,7 @@ class FileStore:
                     os.unlink(tmp)
 
     def _make_tmp(self) -> None:
-        """Make the folder of temporary files, which must not be a link; with `make`, first the missing run's folder."""
+        """Make the folder of temporary files, which must not be a link; with `make`, also a missing run's folder."""
         if self._make and self._first is None:
             with suppress(FileExistsError):
                 self.root.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ def _open_subfolder(folder: int, part: str, make: bool) -> int:
 
 
 def _open_regular(name: str, folder: int) -> int:
-    """Open a file for reading.   Raise StoreRefused for a FIFO, a socket or a folder, which could block the reader."""
+    """Open a file for reading.   Raise StoreRefused for a folder, a FIFO or a device; a FIFO could block the reader."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -267,7 +267,7 @@ def _gone(root: Path, how: str) -> str:
 def _link_new(tmp: str, name: str, folder: int, root: Path) -> None:
     """Give a finished file its key.
 
-    Raise FileExistsError if the key exists, StoreRefused if the file system has neither links nor RENAME_NOREPLACE.
+    Raise FileExistsError if the key exists, and StoreRefused if the file system has neither links nor RENAME_NOREPLACE.
     """
     try:
         return os.link(tmp, name, dst_dir_fd=folder)

@@ -1,8 +1,8 @@
 """The store for a URL.  This module knows every kind of store, and imports only the one that a URL needs.
 
-    runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore and the Hub's client
+    runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore
     memory://name            this process       modal://name              Modal's dict and volume
-    fsspec+scheme://         what fsspec reads
+    fsspec+scheme://         any file system of fsspec
 
 Not promised: that the store can carry a run; rendezvous/engine/probe.py tests that.
 """
@@ -16,7 +16,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
     """Return a store for `url`: a path, file://…, memory://name, a bucket in the cloud, or a URL for fsspec.
 
     make: whether the first write creates a missing folder; False if a run must already exist there.
-    `fsspec+s3://…` uses s3fs instead of our own client.  memory:// is ours; that of fsspec is `fsspec+memory://`.
+    `fsspec+s3://…` uses s3fs instead of our own client.  memory:// is our store, and `fsspec+memory://` is fsspec's.
     Raise ValueError for an unknown kind of URL.
     """
     scheme, colon, rest = url.partition("://")

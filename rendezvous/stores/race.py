@@ -43,7 +43,7 @@ class Race:
 
 
 def why_unfit(store: Store, clock: Clock) -> str | None:
-    """Return why the store cannot hold registers, or None, by a short race: for stores where a run already exists."""
+    """Return why the store cannot hold registers, or None.  The race is short, for stores that already have a run."""
     at = f"probe/{os.urandom(6).hex()}/"
     rounds = 3
     try:
@@ -102,8 +102,8 @@ def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
 def keeps_first(store: Store, key: str, clock: Clock) -> bool:
     """Whether the first body stays when the same key is created a second time.
 
-    A store may answer "exists" (409) although there is no object.  So the first create is repeated until its object
-    exists, and only then the second one is sent.
+    A store may answer "exists" (409) although there is no object.  So the first create is repeated, at most five times,
+    until its object exists.  Only then is the second create sent.
     """
     for n in range(5):
         ignore_conflict(lambda: store.create(key, b"first"))
@@ -111,7 +111,7 @@ def keeps_first(store: Store, key: str, clock: Clock) -> bool:
             break
         clock.sleep(0.1 * 2**n)
     ignore_conflict(lambda: store.create(key, b"second"))
-    return retry_unclear(clock, lambda: store.get(key)) in (b"first", None)  # None: all unclear; the race decides
+    return retry_unclear(clock, lambda: store.get(key)) in (b"first", None)  # None: no create worked; the race decides
 
 
 # -------------------------------------------------------------------- patience

@@ -3,7 +3,7 @@
     seal.json   DILOCO_RUN_KEY
       no           no              the store as it is
       yes          yes             SignedStore, if the seal is of this key
-      no           yes             a new run: a seal is written first
+      no           yes             if there is no run yet: a seal is written first
       else                         WrongRun: the key is missing, not expected, or wrong
 
 Not promised: that a run key is secret; each process that can read a replica's environment has it.
@@ -44,7 +44,7 @@ def run_key(environ: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def open_signed(url: str) -> Store:
-    """Return the store at `url`, sealed if the environment has the key of a sealed run there."""
+    """Return the store at `url`, sealed if the environment has a run key; without a run there, write its seal."""
     return under_key(open_store(url, make=False), SystemClock(), run_key())
 
 
@@ -52,7 +52,7 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
     """Return `store`, sealed if it has a run with this run key, or has no run and a key is given.
 
     Raise WrongRun if the run there has another key or none, or if its key is missing here.
-    ask: the store that this function sends its requests to: the same bucket, perhaps with retries.
+    ask: the store to which this function sends its requests: the same bucket, perhaps with retries.
     """
     if as_sealed(store) is not None:
         return store
@@ -68,9 +68,9 @@ def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | 
 
 
 def signed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
-    """Return the store of a run with this key.   Raise WrongRun if key and seal do not fit.
+    """Return the store of a run with this key, or without a key.   Raise WrongRun if key and seal do not fit.
 
-    stands: the run's seal.json, None if it has none.
+    stands: the run's seal.json; None if the run has no seal.
     """
     if stands is None and secret is None:
         return store

@@ -134,7 +134,7 @@ def sign_record(record: bytes, secret: bytes, run: str, key: str) -> bytes:
 
 
 def verify_record(body: bytes, secret: bytes, run: str, key: str) -> bytes | None:
-    """Return the record without its tag; None if the tag is missing, or is not that of this record and key."""
+    """Return the record without its tag; None if the tag is missing, or belongs to another record, key or run."""
     record = body[:-_LINE] if body.endswith(b"\n") else body[:-_FIELD] + b"}"
     return record if hmac.compare_digest(body, sign_record(record, secret, run, key)) else None
 
@@ -146,7 +146,7 @@ def _record_tag(record: bytes, secret: bytes, run: str, key: str) -> bytes:
 def sealed_store(store: Store, secret: bytes | None, stands: bytes | None) -> Store:
     """Return the store of a sealed run with this key.   Raise WrongRun if key and seal do not fit.
 
-    stands: the run's seal.json, None if it has none.
+    stands: the run's seal.json; None if the run has no seal.
     """
     if secret is None:
         raise WrongRun(

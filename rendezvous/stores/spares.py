@@ -8,9 +8,9 @@ New pages are two thirds of the cost of a large write to a folder in memory, and
 again and again.  So a process keeps a second name for each file that it wrote, and overwrites files whose keys were
 deleted.  A reader that still has such a file open reads bytes with a wrong digest, as if the blob were deleted.
 
-Not promised: free space immediately.  Up to `FREE` deleted blobs per process stay allocated until the process ends, the
-disk is full, or (after a kill) the next process of this machine starts.  Files from before the last boot stay; no
-process needs them, and you may delete them from `.tmp/`.
+Not promised: free space immediately.  Deleted blobs of a process stay allocated until its next large write, and `FREE`
+of them until the process ends, the disk is full, or (after a kill) another process of this machine writes a large blob.
+Files from before the last boot stay; no process needs these files, and you may delete them from `.tmp/`.
 """
 
 import glob
@@ -70,7 +70,7 @@ class Spares:
             self._names.clear()
 
     def _begin_in_process(self) -> None:
-        """In a new process, also after a fork: start without names, and delete the files of ended processes here."""
+        """In a new process, also after a fork: start without names, and delete the files of ended processes."""
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()

@@ -3,7 +3,7 @@
     in flight = rate · REQUEST_S / 2       from one part of 5 MiB (S3's least) to 8 parts of 32 MiB
     parts     = 8 at a time, each in flight / 8; below 40 MiB in flight fewer parts, of 5 MiB
 
-"In flight" are the bytes that are sent at the same time.  A request has a time limit, and all parts in flight share the
+The bytes that are sent at the same time are "in flight".  A request has a time limit, and all parts in flight share the
 link.  With 256 MiB in flight and 300 s per request, no upload would end in time on a link slower than 7.2 Mbit/s.  An
 upload without an answer in time is tried again with a quarter of the bytes in flight; the least is 5 MiB in REQUEST_S,
 or 0.35 Mbit/s.  If one part fails, the client repeats only that part.
@@ -32,7 +32,7 @@ class Uplink:
         return max(each, -(-size // most_parts)), max(1, min(at_once, self.in_flight // each))
 
     def note_upload(self, size: int, seconds: float, most: int) -> None:
-        """Note a successful upload.   most: so many bytes may be in flight."""
+        """Note a successful upload of `size` bytes, unless it was small.   most: the limit of the bytes in flight."""
         if size >= LEAST:
             self.in_flight = int(min(most, max(LEAST, size / max(seconds, 1e-6) * self.request_s / 2)))
 

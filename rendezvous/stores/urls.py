@@ -1,4 +1,4 @@
-"""Checks of a run's URL: of a bucket's (the stores call them first), and of one that looks like a path.
+"""Checks of a run's URL: of a bucket's URL (its store calls this check first), and of a URL that looks like a path.
 
 Not promised: that the bucket exists.
 """
@@ -13,7 +13,7 @@ ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?
 
 
 def plain_spelling(url: str) -> str:
-    """Return a URL or path, file://localhost/x as file:///x.   Raise ValueError for a spelling that names no store."""
+    """Return the URL or path; file:///x for file://localhost/x.   Raise ValueError for a spelling of no store."""
     scheme, colon, rest = url.partition("://")
     shown = rest.rpartition("@")[2].partition("?")[0]  # no password, no query
     if not colon:
@@ -68,8 +68,8 @@ def plain_url(url: str) -> str:
     """
     if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
         raise ValueError(
-            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which would be dropped with all that follows. "
-            "Write the URL without it, e.g. exp-1 for exp#1"
+            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which a parser would drop, and after # all that "
+            "follows. Write the URL without this character, e.g. exp-1 for exp#1"
         )
     if url != url.strip():
         raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; remove it")

@@ -90,14 +90,14 @@ def test_a_task_that_no_local_box_holds_is_named(folder: Path, bwrap: str) -> No
 
 def test_links_that_no_box_gets_are_named(planned: Told) -> None:
     assert planned.code == 0 and "boxes do not get these links of Harbor tasks" in planned.out, planned
-    assert "tasks/one/tests/0.txt" in planned.out and "2.txt and 2 more. If a task needs one" in planned.out
+    assert "tasks/one/tests/0.txt" in planned.out and "2.txt and 2 more. If a task needs such a link" in planned.out
 
 
 @pytest.mark.slow  # as the one above, with another number
 def test_a_link_that_no_box_gets_is_named(folder: Path, bwrap: str) -> None:
     (folder / "tasks/one/tests/0.txt").symlink_to("../instruction.md")
     told = plan(folder, PATH=bwrap)
-    assert told.code == 0 and "tasks/one/tests/0.txt. If a task needs one" in told.out, told
+    assert told.code == 0 and "tasks/one/tests/0.txt. If a task needs such a link" in told.out, told
 
 
 def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str, planned: Told) -> None:

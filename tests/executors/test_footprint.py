@@ -131,13 +131,13 @@ def test_plan_says_the_rate_that_so_many_replicas_train_with() -> None:
         lora=LoraSettings(r=4, alpha=8.0),
     )  # fmt: skip
     assert rate_line(RunConfig(inner=whole), 4).startswith(
-        "learning rate 0.002: inner.lr = 0.001 is one machine's, × √4"
+        "learning rate 0.002: inner.lr = 0.001 is for one machine, × √4"
     )
     assert rate_line(RunConfig(inner=whole), 1) == "learning rate 0.001"
-    assert rate_line(RunConfig(inner=adapter), 4).startswith("learning rate 0.0002: inner.lr = 0.0001 is one machine's")
+    assert rate_line(RunConfig(inner=adapter), 4).startswith("learning rate 0.0002: inner.lr = 0.0001 is for one machi")
     constant = replace(adapter, schedule=ScheduleSettings(lr_replicas="constant"))
     assert rate_line(RunConfig(inner=constant), 4) == "learning rate 0.0001, as for one machine, for 4 replicas"
     linear = InnerConfig(model="toolworld", schedule=ScheduleSettings(lr_replicas="linear", lr_warmup=3))
     assert rate_line(RunConfig(inner=linear), 4).startswith(
-        "learning rate 0.004: inner.lr = 0.001 is one machine's, × 4 for"
+        "learning rate 0.004: inner.lr = 0.001 is for one machine, × 4 for"
     )

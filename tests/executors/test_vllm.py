@@ -183,4 +183,4 @@ def test_the_plan_names_the_versions_and_what_nobody_looks_at() -> None:
     (note,) = notes_about(config(), "memory://x", [Place("hf-jobs", options={"code": "mine==1"})])
     assert note == "not checked: that mine==1 brings vLLM; without it a job ends before its replica starts"
     lines = ModalExecutor(vllm=True).plan_notes([ReplicaSpec("s3://b/run", "r00")])
-    assert "its image has vllm==0.31.0 and transformers==5.17.0" in lines
+    assert "the image has vllm==0.31.0 and transformers==5.17.0" in lines

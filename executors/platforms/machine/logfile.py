@@ -1,4 +1,4 @@
-"""Reads a log file while it grows: returns only complete lines, and each line once.
+"""Reads a log file while it grows; `follow` returns only complete lines, and each line once.
 
     LogFile(path).lines(tail=5)            the last five lines that are there
     LogFile(path).follow(None, ended, …)   also new lines, until `ended()`

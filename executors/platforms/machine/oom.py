@@ -82,7 +82,7 @@ def _count_files(root: Path, own: Path) -> list[Path]:
 
 
 class Kills:
-    """The kernel's kills since this object was made; each of them explains the end of one process."""
+    """The kernel's kills since this object was made; each kill explains the end of one process."""
 
     def __init__(self, count: Callable[[], int | None] = count_kills) -> None:
         self._count = count

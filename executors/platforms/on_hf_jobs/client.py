@@ -4,12 +4,12 @@
             ├▶ 408 429 5xx, no connection, no answer ─▶ pause ─▶ again          reads, cancel
             │                                          └▶ look by label first, then again    start: the job may exist
             ├▶ 401 403             Refused: no retry, because only a token with other rights would help
-            └▶ any other refusal   ExecutorError: what the Hub says, and what to do next
+            └▶ any other refusal   ExecutorError: what the Hub says and, if we know it, what to do next
 
     labels of a job: run (readable part - digest of the run's URL), slot, attempt, limit (the seconds asked for), and
                      until: the Unix time at which the lease of a launcher without a supervisor ends (short_form.py)
 
-Not promised: that the Hub lists a new job at once; `start` and its caller wait for the job in the list.
+Not promised: that the Hub lists a new job at once.  So `start` may start a second job; a later poll ends that job.
 """
 
 import os
@@ -163,7 +163,7 @@ class Hub:
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
-        """List the jobs of all runs, of any launcher: a job with all of our labels is ours.  One try."""
+        """List the jobs of all runs, of any launcher: a job with a run, a slot and an attempt is ours.  One try."""
         found = [self._job_from_row(row) for row in self._list_rows({})]
         return [job for job in found if job.run and job.slot and job.attempt]
 
@@ -307,7 +307,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def as_executor_error(what: str, error: Exception) -> ExecutorError:
-    """Return the Hub's error as an ExecutorError, with the next thing to do."""
+    """Return the Hub's error as an ExecutorError, with the next thing to do if the status tells it."""
     if isinstance(error, ExecutorError):
         return error
     said = getattr(error, "server_message", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"

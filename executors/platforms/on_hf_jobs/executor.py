@@ -5,7 +5,7 @@
                                  ─▶ a shorter time-out than asked for: cancelled, with a reason
 
     SCHEDULING ▶ PENDING   RUNNING ▶ RUNNING   COMPLETED ▶ SUCCEEDED   CANCELED ▶ CANCELLED   DELETED ▶ LOST
-    ERROR ▶ FAILED with the exit code in its last log line; LOST without that line, or after a signal from outside
+    ERROR ▶ FAILED: the log has an exit code, no replica started, or memory ran out; LOST: no report, or a kill
 
 The Hub starts a replica's job only once, because the supervisor must know about every replacement.  The Hub starts the
 supervisor's own job again when the job's host dies; a new supervisor needs the lease, so two supervisors launch no
@@ -220,7 +220,7 @@ class HFJobsExecutor(Executor):
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """End all jobs of these launches.  If the Hub does not tell now whose job one is, end it later."""
+        """End all jobs of these launches.  If the Hub does not tell now whose job a job is, end that job later."""
         going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
@@ -231,7 +231,7 @@ class HFJobsExecutor(Executor):
         return [self._handle_for(run, job) for job in self._jobs.alive_now(run)]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """End all jobs in this namespace that have our labels."""
+        """End all jobs in this namespace that have our labels; with `dry_run`, only list them."""
         found = self._hub.patient("list jobs", self._hub.all_jobs)
         alive = [job for job in found if not job.ended]
         self._jobs.end(() if dry_run else [job.id for job in alive])
@@ -241,7 +241,7 @@ class HFJobsExecutor(Executor):
         return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
-        """Start a job on the cheapest hardware."""
+        """Start a supervisor's job, on the cheapest hardware."""
         return self.launch_specs([replace(spec, gpu=(CPU,), timeout_s=spec.timeout_s or WATCH_S)])[0]
 
 

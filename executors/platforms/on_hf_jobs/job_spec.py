@@ -140,7 +140,7 @@ class Recipe:
         return self.code != INSTALLED
 
     def _uv_command(self, vllm: bool) -> tuple[list[str], list[Any]]:
-        """Return the command that downloads the job's packages, and its volumes.   vllm: with vLLM."""
+        """Return the command that downloads the job's packages, and the job's volumes.   vllm: also download vLLM."""
         if not self.downloads:
             return [], []
         run = ["uv", "run", "--no-project", "--python", f"{sys.version_info.major}.{sys.version_info.minor}"]

@@ -44,7 +44,7 @@ class JobLists:
         return found
 
     def alive_now(self, run: str) -> list[HubJob]:
-        """Return the run's live jobs, by a new list if no poll has made one for LISTED_S (a place without work)."""
+        """Return the run's live jobs by its list, renewed if older than LISTED_S; [] if the run was never listed."""
         if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
             at_once([lambda: self.list_live(run)], ANSWER_S)  # without an answer the old list counts
         return self.alive(run)
@@ -116,6 +116,6 @@ def second_jobs(alive: Iterable[tuple[str, HubJob]]) -> list[tuple[str, HubJob]]
 
 
 def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
-    """Sort jobs so that the best of each slot comes last: live before ended, then newest attempt, then oldest job."""
+    """Sort jobs, the best of each slot last.  A live job is better, then a newer attempt, then an older job."""
     youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
     return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))

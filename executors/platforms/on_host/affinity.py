@@ -53,7 +53,7 @@ def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None, devices: int = 1) -> s
     there = visible_gpus() if gpus is None else [str(gpu) for gpu in gpus]
     named = [g for g in there if g in spec.gpu or ANY in spec.gpu]
     if not named:
-        listed = f"{', '.join(there)}, or {ANY!r} for all of them" if there else "none"
+        listed = f"{', '.join(there)}, or {ANY!r} for any of them" if there else "none"
         raise ExecutorError(f"this machine has no GPU {' or '.join(spec.gpu)}; there are: {listed}")
     if devices > len(named):
         raise ExecutorError(f"devices = {devices}: this machine has {len(named)} such GPUs, and each process needs one")

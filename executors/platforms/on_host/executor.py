@@ -282,7 +282,7 @@ class LocalProcessExecutor(Executor):
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
-        """Find processes. The last process of each slot is the running one, or else the newest launch."""
+        """Find processes.  The last process of each slot is the running process, or else the newest launch."""
         names = (p.stem for p in (self._folder or process_folder(run)).glob("*.*.json"))
         launches = launches_named(run, self.name, names)
         cards = [_read_card(self._file_stem(launch), launch) for launch in launches]
@@ -320,7 +320,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def newest_claims(store: Readable) -> list[Claim]:
-    """Return the newest claim of each slot and of each actor that has one."""
+    """Return the newest claim of each slot and of each actor that has claims."""
     newest = [newest_claim(store, slot) for slot in read_standing_control(store)[0].member_names]
     return [taken for taken in newest if taken is not None]
 
@@ -353,7 +353,7 @@ def _read_card(stem: Path | str, known: Handle) -> Handle | None:
 
 
 def _registered_handle(request: Mapping[str, Any], pid: tuple[int, int] | OSError) -> Handle | OSError:
-    """Return the process in the process file: the one just started, unless another launcher was faster."""
+    """Return the process in the process file: our new process, unless another launcher was faster."""
     stem, mine = request["files"], Handle.from_dict(request["handle"])
     if isinstance(pid, OSError):
         return _read_card(stem, mine) or pid  # the process may run although the answer was lost

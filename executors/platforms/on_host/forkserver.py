@@ -13,8 +13,8 @@ last child have ended, so that every exit code is written.
 
 When the parent dies, this server drops unread requests: the next launcher starts the missing processes.
 
-Not promised: support for modules that start a thread or open a device when they are imported: neither survives a fork,
-so the server must do neither.
+Not promised: support for modules that start a thread or open a device when they are imported: neither a thread nor a
+device survives a fork.
 """
 
 import gc
@@ -55,7 +55,7 @@ class ForkServer:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", START],  # -P: not with a module of the current folder
+                [sys.executable, "-P", "-c", START],  # -P: import no module from the current folder
                 stdin=theirs.fileno(),
                 stdout=self._log,
                 stderr=self._log,

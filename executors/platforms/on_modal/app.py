@@ -45,7 +45,7 @@ CRASHES = 3  # after so many containers that died without a report, a launch has
 
 
 def app_name(run: str) -> str:
-    """Return the name of the app and of the dict: at most 64 letters, digits, dots and dashes."""
+    """Return the name of the app and of the dict: at most 64 letters, digits and dashes."""
     return f"{PREFIX}{short_name(run)}"
 
 
@@ -76,7 +76,7 @@ class Register:
         return cls(sdk().Dict.from_name(name, create_if_missing=create))
 
     def claim(self, spec: ReplicaSpec, call: str, note: Note) -> dict[str, Any]:
-        """Claim this launch for a call; return the entry of the call that runs it: this one, or an earlier call."""
+        """Claim this launch for a call; return the entry of the call that runs it: this call, or an earlier call."""
         entry = {"call": call, "launched_at": note.launched_at, "usd_per_hour": note.usd_per_hour}
         if self._entries.put(f"launch/{spec.slot}.{spec.attempt}", entry, skip_if_exists=True):
             return entry

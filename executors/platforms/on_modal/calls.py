@@ -1,6 +1,6 @@
 """Reads the status and the log of a call on Modal, and finds duplicate calls of a launch.
 
-    get(timeout=0) ─┬─ a value: the replica's end        ─▶ SUCCEEDED, FAILED, LOST (a signal)
+    get(timeout=0) ─┬─ a value: the replica's end        ─▶ SUCCEEDED, FAILED, LOST (a signal, or no exit code)
                     ├─ TimeoutError, the builtin one      ─▶ PENDING until its container began, then RUNNING
                     ├─ FunctionTimeoutError               ─▶ FAILED          NotFound, OutputExpired ─▶ LOST
                     ├─ InternalFailure                    ─▶ LOST
@@ -85,7 +85,7 @@ def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
 def log_entries(
     handle: Handle, clock: Clock, since: datetime | None = None, tail: int | None = None, tries: int = TRIES
 ) -> list[Any]:
-    """Return Modal's log entries from `since` on, or enough for `tail` lines.  Raise Unavailable without an answer."""
+    """Return Modal's log entries from `since` on, or enough for `tail` lines.  Raise Unavailable for each error."""
     for attempt in range(1, tries + 1):
         try:
             logs = sdk().FunctionCall.from_id(handle.native).logs
@@ -159,7 +159,7 @@ class Duplicates:
         self._said: set[str] = set()
 
     def new(self, run: str, register: Register) -> list[Handle]:
-        """Return the duplicate calls recorded since the last look.  Each call is returned once: it ends at once."""
+        """Return the duplicate calls that are new since the last look, [] within LOOK_S.  Return each call once."""
         now = self._clock.now()
         if now - self._looked.get(run, float("-inf")) < LOOK_S:
             return []

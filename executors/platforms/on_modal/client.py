@@ -138,7 +138,7 @@ def check_secret(name: str, run: str) -> str:
 
 
 def live_apps() -> list[str]:
-    """Return the names of the deployed apps from `modal app list`, because the client has no list of apps."""
+    """Return the names of the apps that are not stopped, from `modal app list`: the client has no list of apps."""
     command = [sys.executable, "-P", "-m", "modal", "app", "list", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIST_S)
     if done.returncode:

@@ -61,7 +61,7 @@ class Deployments:
     ) -> dict[tuple[str, int], dict[str, Any]]:
         """Deploy the missing functions for these specs; return the launches so far.
 
-        function: the supervisor's function if `specs` are a supervisor; else "".   like: specs that it will launch.
+        function: the supervisor's function if `specs` start a supervisor; else "".   like: specs for it to launch.
         """
         with translated_errors("prepare a launch"):
             return ask_patiently(lambda: self._missing_deployed(run, specs, like, function), self._clock)
@@ -145,7 +145,7 @@ class Deployments:
         return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:
-        """Return the register of a run.   create: make a missing register; only launches set this."""
+        """Return the register of a run.   create: make a missing register; launches and lease renewals set this."""
         return self._registers.setdefault((run, create), Register.open(app_name(run), create))
 
     def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:

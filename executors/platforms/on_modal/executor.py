@@ -44,7 +44,7 @@ class ModalExecutor(Executor):
     image: a modal.Image, or an image's name in a registry (default: Debian with the versions installed here).
     gpu, secrets, timeout_s: defaults for specs.  gpu: kinds in order of preference; Modal takes a free one.
     region: e.g. "us"; it costs more.   cores, memory_mib: reserved per container.   prices: {"H100": 3.50, …}.
-    max_cores, max_memory_mib: limits of a container's use, which is billed (default: twice the cores; 16 GiB).
+    max_cores, max_memory_mib: limits of the billed use (default: twice the cores; 16 GiB, or memory_mib if larger).
     pip: packages that your own reward needs, in addition to those of the project.
     vllm: replicas generate with vLLM; their image has the versions of packages/versions.py.
     hub_cache: a Volume that keeps downloads from the Hugging Face Hub; made if missing ("": no Volume).
@@ -101,11 +101,11 @@ class ModalExecutor(Executor):
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]
         if volumes := sorted({k.hub_cache for k in kinds if k.hub_cache}):
             names = ", ".join(volumes)
-            lines.append(f"what is taken from the Hugging Face Hub stays in the Volume {names}, for later runs")
+            lines.append(f"downloads from the Hugging Face Hub stay in the Volume {names}, for later runs")
         if pip := self._apps.pip:
-            lines.append(f"its image has what this project needs, and {', '.join(pip)}")
+            lines.append(f"the image has this project's requirements, and {', '.join(pip)}")
         if self._apps.vllm:
-            lines.append(f"its image has {pinned_version('vllm')} and {pinned_version('transformers')}")
+            lines.append(f"the image has {pinned_version('vllm')} and {pinned_version('transformers')}")
         return lines
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
@@ -244,7 +244,7 @@ class ModalExecutor(Executor):
         return [*found, *([f"{nameless} calls of {app_name(run)} that no launch names"] if nameless > 0 else [])]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
-        """End all apps of this project in this Modal environment."""
+        """End all apps of this project in this Modal environment; with `dry_run`, only list them."""
         names = [name for name in modal_client.live_apps() if name.startswith(PREFIX)]
         with translated_errors("stop the apps"):
             for name in () if dry_run else names:
@@ -270,7 +270,7 @@ class ModalExecutor(Executor):
                 removed.append(f"removed the app {name} from Modal")
             with suppress(e.NotFoundError):
                 ask_patiently(lambda: sdk().Dict.objects.delete(name), self._clock)
-                removed.append(f"removed the dict {name} from Modal, which said what was launched")
+                removed.append(f"removed the dict {name} from Modal, the register of the launches")
         self._apps.forget(run)
         self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
         return removed

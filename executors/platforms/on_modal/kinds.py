@@ -1,6 +1,6 @@
 """Kinds of Modal's containers, and their prices.
 
-    usd_per_hour = Σ (price of the GPU × number) + cores × 0.047 + GiB × 0.008          at the hard limits
+    usd_per_hour = price of the dearest listed GPU × number + cores × 0.047 + GiB × 0.008        at the hard limits
 
 Modal bills the larger of the reserved and the used amount.  So we set hard limits; else the price has no bound.
 
@@ -99,7 +99,7 @@ class Kind(Plain):
         return replace(self, gpu=(), timeout_s=DAY_S, hub_cache="", **size)
 
     def usd_per_hour(self, prices: Mapping[str, float]) -> float | None:
-        """Return the price, with the most expensive of the listed GPUs; None if the price of one is unknown."""
+        """Return the price, with the most expensive of the listed GPUs; None if the price of any GPU is unknown."""
         known = {**USD_PER_HOUR, **{name.upper(): price for name, price in prices.items()}}
         kinds = [_split_gpu(g) for g in self.gpu]
         if any(kind not in known for kind, _ in kinds):
@@ -144,7 +144,7 @@ class Kind(Plain):
 
 
 def memory_limit_mib(parameters: int, trained: int | None = None, devices: int = 1) -> int:
-    """Return a replica's memory limit in MiB, rounded up to GiB.   parameters: the model's number of parameters.
+    """Return a replica's memory limit in MiB: whole GiB, rounded up.   parameters: the model's number of parameters.
     trained: the adapter's parameters, if only they are trained.   devices: processes that each load the model."""
     held = HOST_BYTES * parameters if trained is None else LOAD_BYTES * parameters + HOST_BYTES * trained
     others = (devices - 1) * (BASE_MIB + LOAD_BYTES * parameters / 2**20)

@@ -3,7 +3,7 @@
     launch ──▶ {root}/r00.1/  submit.1   only the process that made it may submit     ──▶ sbatch ──▶ a node:
                               card.json  the handle: job id                                run_replica(spec)
                               {id}_0_log.out                                          ◀──     its output
-                              cancelled  we asked it to leave                                 │
+                              cancelled  we asked the job to leave                            │
                               end.json   its end       ◀──────────────────────────────────────┘
 
     SlurmExecutor(partition="gpu", account="me", cpus_per_task=8)     sbatch's options, with submitit's names
@@ -71,7 +71,7 @@ WHY_GONE = {
 class SlurmExecutor(Executor):
     """The executor for Slurm.   folder: has the jobs' files (default: ~/.diloco/slurm); only you may write there.
 
-    sbatch: sbatch's options, with submitit's names.   timeout_s: for specs without a time limit.
+    sbatch: sbatch's options, with submitit's names.   timeout_s: the time limit of a spec that sets no limit.
     """
 
     name = slurm_job.NAME
@@ -126,7 +126,7 @@ class SlurmExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
-        """Submit a job unless another launcher has; return the handle in its card.json."""
+        """Submit a job unless another launcher has submitted it; return the handle, or why there is no job."""
         folder = self._folder_of(spec)
         try:
             with launches_wait("the jobs' files"):
@@ -207,7 +207,7 @@ class SlurmExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status per handle, from one call of squeue, and one of sacct for jobs that squeue has forgotten."""
+        """Return a status per handle, from a call of squeue, and a call of sacct for jobs that squeue has forgotten."""
         open_ones = [h for h in handles if slurm_job.written_end(self._folder_of(h)) is None]
         told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
@@ -234,10 +234,10 @@ class SlurmExecutor(Executor):
             return Status(handle, State.RUNNING)
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
-            return Status(handle, State.RUNNING, "it has ended, and its result is awaited")
+            return Status(handle, State.RUNNING, "the job has ended, and its result is awaited")
         if slurm_job.was_cancelled(self._folder_of(handle)):
             return Status(handle, State.CANCELLED, "killed at the end of its grace period")
-        reason = WHY_GONE.get(word, f"Slurm says {word}, and it left no result")
+        reason = WHY_GONE.get(word, f"Slurm says {word}, and the job left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
 
     def _local_status(self, handle: Handle) -> Status:
@@ -246,7 +246,7 @@ class SlurmExecutor(Executor):
         if (end := slurm_job.written_end(self._folder_of(handle))) is not None:  # written since the previous check
             return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
         state = State.CANCELLED if slurm_job.was_cancelled(self._folder_of(handle)) else State.LOST
-        return Status(handle, state, "gone, and it left no result")
+        return Status(handle, state, "the process is gone, and left no result")
 
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
         """Return (job id -> state and name, the error if Slurm did not answer, else None)."""
@@ -298,7 +298,7 @@ def _check_cluster(cluster: str) -> None:
 
 
 def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
-    """Submit a job; without an answer delete the turn's file, so that a repeated launch does not wait for it."""
+    """Submit a job.  After an error, delete the turn's file, so that a repeated launch does not wait for a card."""
     try:
         return submit()
     except Exception:

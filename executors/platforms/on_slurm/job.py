@@ -2,7 +2,7 @@
 
     r00.1/  submit.1   made by one process, which alone may submit the job
             card.json  the handle
-            cancelled  its launcher asked the job to leave
+            cancelled  an executor asked the job to leave
             until.json  Unix time at which the launcher's lease ends, in the short form
             end.json   its end: {"exit_code", "reason", "value", "tail"}, written on the node
 
@@ -85,18 +85,18 @@ def create_exclusively(path: Path) -> bool:
 
 
 def submitted(folder: Path, known: Handle) -> Handle | None:
-    """Return the handle that a launch's submitter wrote."""
+    """Return the handle that a launch's submitter wrote; None if there is no such handle."""
     return read_card(folder / CARD, known, str(folder))
 
 
 def runs_here(handle: Handle, folder: Path) -> bool:
-    """Whether the handle's process runs on this machine, and its command line is submitit's for this folder."""
+    """Whether the handle's process runs on this machine, and by its command line runs submitit for this folder."""
     words = command_line(handle.pid)
     return LOCAL_JOB in words and str(folder) in words and processes.is_alive(handle.pid, handle.started)
 
 
 def stop_here(handle: Handle, folder: Path, kill: bool) -> None:
-    """End a job of submitit's local mode."""
+    """Kill a job of submitit's local mode, or ask it to leave."""
     if not runs_here(handle, folder):
         return
     if kill:

@@ -77,7 +77,7 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
         more = f" and {len(links) - 3} more" if len(links) > 3 else ""
         yield (
             f"boxes do not get these links of Harbor tasks, which lead out of their folders, nowhere or in a circle: "
-            f"{', '.join(links[:3])}{more}. If a task needs one, copy its files there"
+            f"{', '.join(links[:3])}{more}. If a task needs such a link, put the files in its place"
         )
 
 
@@ -109,7 +109,7 @@ def _near_fault(needs: Needs, place: Place, environ: Mapping[str, str]) -> str:
     missing = [key for key in needs.keys if not environ.get(key)]
     if not missing or (needs.file and (Path.home() / needs.file).is_file()):
         return ""
-    return f"{missing[0]} is not set, so it has no credentials. `export {missing[0]}=…`"
+    return f"{missing[0]} is not set, so there are no credentials. `export {missing[0]}=…`"
 
 
 def _far_fault(needs: Needs, place: Place, environ: Mapping[str, str]) -> str:

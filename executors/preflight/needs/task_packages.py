@@ -43,7 +43,7 @@ def scoring_tasks(config: RunConfig) -> list[str]:
 
 
 def task_requirements(config: RunConfig) -> list[str]:
-    """Return name==version of each package that pip can install elsewhere."""
+    """Return name==version of each package for the task's scorers and boxes that pip can install elsewhere."""
     names = {name for task in scoring_tasks(config) for name in _distributions(task) if not _is_local(name)}
     boxes = config.inner.sampling.boxes
     names |= {boxes} if boxes in BOX_PACKAGES and not _is_local(boxes) else set()
@@ -123,7 +123,7 @@ def _is_local(name: str) -> bool:
 
 
 def is_installed(requirement: str) -> bool:
-    """Whether this machine has the requirement's package.  A text that is not a requirement, as a URL, is unknown."""
+    """Whether this machine has the requirement's package.  False for a text that is no requirement, such as a URL."""
     try:
         metadata.distribution(Requirement(requirement).name)
     except (InvalidRequirement, metadata.PackageNotFoundError):

@@ -43,8 +43,8 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
         )
     if not place.gpu and not place.options.get("hardware") and not place.options.get("accelerators"):
         return (
-            f"inner.vllm: replicas on {place.executor} would have no GPU, and the build of vLLM that they get needs "
-            "one. Add --gpu, or leave [inner.vllm] out"
+            f"inner.vllm: replicas on {place.executor} would have no GPU, and the build of vLLM that they get needs a "
+            "GPU. Add --gpu, or leave [inner.vllm] out"
         )
     return _vllm_conflict(place)
 

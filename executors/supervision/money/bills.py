@@ -6,7 +6,7 @@ A bill counts the time that the platform reports for a launch.  Without a report
 wait for a machine, to the earliest of: the end that the platform names, the replica's leave record, the logged end.  If
 the supervisor that logged the end never saw the launch alive, the last heartbeat is the end.  If a launch has no end,
 and no heartbeat for the length of a lease, the bill ends after that lease, and not before the lease that the supervisor
-wrote.  A replica's time from before its launch is of a wrong clock, and ends no bill.  In doubt the sum is too high.
+wrote.  A replica's time from before its launch shows a wrong clock, and ends no bill.  In doubt the sum is too high.
 
 Only heartbeats count the costs of boxes, and control records count only launches, so that new boxes never hide lost
 bills.  A control record of an older release counts both: if the log is lost, its boxes are counted twice.
@@ -67,8 +67,8 @@ def billed_events(report: Report) -> list[Mapping[str, Any]]:
 def _told_by_record(report: Report, priced: Sequence[tuple[float, Spans]], now: float) -> tuple[float, float]:
     """Return (US dollars, hours) of launches from the newest control record if the log lacks events; else (0, 0).
 
-    Add the costs since the record from the log.  If the log has no event since the record, the log may be lost: then
-    add the record's rate.
+    Add the costs that the log shows since the record.  If the log has no event since the record, the log may be lost:
+    then add the costs at the record's rate.
     """
     spent = report.wanted.spent
     heard = any(e["who"].startswith(SUPERVISOR) and e["at"] >= spent.at for e in report.events)

@@ -117,7 +117,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
-        """Return the lease that is due: a shorter lease at once, a longer one once half of the present one is over."""
+        """Return the lease that is due: a shorter one at once, a longer one if the present lease covers under half."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)

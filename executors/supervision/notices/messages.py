@@ -78,7 +78,7 @@ def reward_failed(report: Report, now: float) -> list[Trouble]:
 
 
 def platform_silent(report: Report, now: float) -> list[Trouble]:
-    advice = "Replicas continue; a lost one is replaced when the platform answers again"
+    advice = "Replicas continue; a lost replica is replaced when the platform answers again"
     texts = open_outages(report.events, now)
     return [trouble("platform_silent", "; ".join(texts), advice, step=report.head)] if texts else []
 
@@ -94,7 +94,7 @@ def alerts_failed(report: Report, now: float) -> list[Trouble]:
     if not newest or newest[0]["event"] == "alerted":
         return []
     text = f"alerts do not reach {newest[0].get('host')}: {newest[0].get('text')}"
-    advice = "Try its address with curl, then `diloco resume RUN --alert URL`"
+    advice = "Try the webhook's address with curl, then `diloco resume RUN --alert URL`"
     return [trouble("alerts_failed", text, advice, step=report.head)]
 
 

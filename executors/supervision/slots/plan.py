@@ -10,7 +10,7 @@
 
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
 again after every kind of end: after DONE, because the run then had fewer steps, and after another user's cancel, which
-counts as a loss.  A slot with a newer generation is left alone while the newer one sends heartbeats.  A platform may
+counts as a loss.  A slot with a newer generation is left alone while that generation sends heartbeats.  A platform may
 restart a process by itself.  So while it says RUNNING, wait for `restart_grace_s` of silence; then end or fence the
 process, and only then start a new one.  A replica that waits for a machine (PENDING) is not silent.
 
@@ -53,7 +53,7 @@ class Limits:
     first replacement after such an end; then four times that, …: 60, 240, 960, 1800, 1800 s, 81 minutes in all.
     silent_s: a process of this machine is replaced if its heartbeat does not change for silent_s.
     restart_grace_s: silent_s on a platform, which may restart the process.   boot_s: time to the first heartbeat on a
-    platform. fence_s: time from the request to end to the fence.   drain_s: time from the request to the end.
+    platform. fence_s: time from the request to end to the fence.   drain_s: time from the request to the cancel.
     """
 
     failures: int = 3

@@ -141,7 +141,7 @@ class SlotState:
 
     handle, status: the slot's present or last process.   attempt: the highest number used so far.
     gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: number of its changes.
-    running_since: when a poll first saw it running.   beaten: after that a heartbeat came.   ran: it may have run.
+    running_since: when a poll first saw it running.   beaten: a heartbeat has come since.   ran: it may have run.
     pending: it waits for a machine (from the log).   unseen: this supervisor has not seen it alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.

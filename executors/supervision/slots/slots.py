@@ -7,7 +7,7 @@
 
 Every launch that is not known to have ended is in one of these three, also after a restart of the supervisor.  If a
 platform lists a process that the log does not name (the answer to its launch was lost), we log the process, so that it
-is billed, and then end it.  If one launch has two processes, the platform's executor keeps the older one.
+is billed, and then end it.  If one launch has two processes, the platform's executor keeps the older process.
 
 Not promised: the state of a launch while its platform does not answer; until then the last known state counts.
 """

@@ -95,7 +95,7 @@ class Ran:
 
 
 class Box(Protocol):
-    """One box. Every verb raises BoxGone if the box does not answer; `stop` succeeds for a box that is gone."""
+    """One box. Its verbs raise BoxGone without an answer; `stop` raises ProviderFailed, and succeeds for a gone box."""
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran: ...
 

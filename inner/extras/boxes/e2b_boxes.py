@@ -65,7 +65,7 @@ class E2bBoxes:
 
 
 class E2bBox:
-    """One sandbox.   made: the SDK's object.   folder: where commands begin.   on_stop: called before it is stopped."""
+    """One sandbox.   made: the SDK's object.   folder: where commands begin.   on_stop: called before each stop."""
 
     def __init__(self, sdk: Any, made: Any, folder: str, on_stop: Callable[[], None]) -> None:
         self._sdk, self._made, self._folder, self._on_stop = sdk, made, folder, on_stop

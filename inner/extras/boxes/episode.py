@@ -5,7 +5,7 @@
 
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
              places cleared, tests/ copied in, test.sh as root ──▶ its number
-                no number, but one in a fresh box ──▶ 0.0, AtMostWorst      none there ──▶ None
+                no number, but one in a fresh box ──▶ 0.0, AtMostWorst      no number there ──▶ None
 
 The next episode is another object, with another owner. So a late call of this episode neither affects the next episode
 nor stops its boxes.
@@ -92,7 +92,7 @@ class Episode:
         return found
 
     def reward(self) -> float | None:
-        """Return the verifier's number, or None if the provider lost the box; then stop the box."""
+        """Return the verifier's number; without a number, 0.0 (AtMostWorst) or None by blame; then stop the box."""
         with self._judging:
             if not self._known:
                 self._reward = self._judge()

@@ -139,7 +139,7 @@ def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _as_ours(kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[None]:
-    """Raise the SDK's errors as ours: InnerError for a refused token, else `kind`.
+    """Raise the SDK's errors as ours: InnerError in place of ProviderFailed for a refused token, else `kind`.
 
     This concerns any exception: for example, an answer that is not JSON is a ValueError."""
     try:

@@ -1,4 +1,4 @@
-"""Start boxes: few at a time, one per owner, and none while the provider fails.
+"""Start boxes: few at a time, one per owner, and no box while the provider fails.
 
     start(owner) ── breaker shut? ──▶ a place among `at_once` STARTING ──▶ provider.start ──▶ Box
                         ▲                                                     │ ProviderFailed
@@ -29,7 +29,7 @@ from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecip
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-AGAIN_S = 30.0  # seconds for a start after one that got no box; several whole budgets would look like a hang
+AGAIN_S = 30.0  # seconds for a start after a start that got no box; several whole budgets would look like a hang
 SWEEPS = 5  # at most so many tries of `sweep` until the provider's list is empty
 
 

@@ -55,7 +55,7 @@ def blame(
 
 
 def _replay(actions: Sequence[BoxAction], box: Box) -> int | None:
-    """Return the action at which the box died; None if it survived all."""
+    """Return the index of the action at which the box died; None if the box survived all actions."""
     for i, action in enumerate(actions):
         try:
             action.run(box)

@@ -28,7 +28,7 @@ SECONDS, MOST = 20, 64 << 10
 
 
 def answer(inside: str, asked: "dict[str, Any]", tests: Path) -> bytes:
-    """Return the bytes that the test's process wrote; b"" if it was killed.   tests: hidden from it."""
+    """Return what the test's process wrote, at most MOST bytes; b"" at the time limit.   tests: hidden from it."""
     with tempfile.TemporaryDirectory() as room, tempfile.TemporaryFile() as out:
         is_root = os.geteuid() == 0
         user: Any = {"user": 65534, "group": 65534, "extra_groups": []} if is_root else {}

@@ -8,7 +8,7 @@
             canonical JSON, or {"raises": "ValueError"} if the program raised, with the error's class
             false: the program's own output is written
 
-It reads nothing else: no expected value, no other test.   With -s -P -S -B, Python reads no sitecustomize and no *.pth.
+This code reads no expected value and no other test.   With -s -P -S -B, Python reads no sitecustomize and no *.pth.
 
 Not promised: that the value comes from the program. Code in this process can write to any descriptor. So judge.py
 compares the output with a value that this process cannot see.

@@ -66,7 +66,7 @@ EPERM, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Limits above which the sandbox is killed.   seconds: wall clock.   memory: bytes in all.   output: bytes."""
+    """Limits.   seconds (wall clock), output (bytes): the sandbox is killed above them.   memory, file, tmp: bytes."""
 
     seconds: float = 5.0
     memory: int = 256 << 20

@@ -53,7 +53,7 @@ def hide_answers(source: str, key: TestKey | None = None) -> str:
 
 
 def is_strong(seen: Any, source: str) -> bool:
-    """Whether one of the values cannot be guessed, nor read in the test's text."""
+    """Whether one of the values can neither be guessed nor read in the test's text."""
     written = set[str]()
     for node in ast.walk(ast.parse(source)):
         try:

@@ -79,7 +79,7 @@ def find_function(source: str, qualified: str) -> ast.FunctionDef | ast.AsyncFun
 
 
 def take_out(source: str, qualified: str, *, docstring: bool = True) -> str:
-    """Return the source without one function's body; it keeps the signature, and with `docstring` the docstring."""
+    """Return the source without one function's body, but with its signature and, if `docstring`, its docstring."""
     node = find_function(source, qualified)
     if docstring and ast.get_docstring(node) is None:
         raise InnerError(f"{qualified!r} has no docstring that describes it. Choose a function with one.")

@@ -172,7 +172,7 @@ def longrope_fault(config: Mapping[str, Any]) -> str:
 
 
 def window_of(config: dict[str, Any]) -> float:
-    """Return the tokens that every layer can look back to: a sliding window, which MLX's models do not all have."""
+    """Return the tokens of the config's sliding window, which MLX's models do not all have; ∞ without a window."""
     slides = config.get("use_sliding_window", True) and config.get("sliding_window")
     return config["sliding_window"] if slides else float("inf")
 

@@ -10,9 +10,9 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 log-probs include the temperature only with `processed_logprobs`; otherwise a replica doubts rollouts at another
 temperature than 1 (fleet.check_rollouts).
 
-If a server is silent, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds, after the server's
-Retry-After if that is shorter.  Each try to load an adapter uses another name, because the server may have loaded the
-adapter before its reply was lost.
+If a server is down, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds, after the server's
+Retry-After if that is shorter; after ANSWER_S of silence, once.  Each try to load an adapter uses another name, because
+the server may have loaded the adapter before its reply was lost.
 
 Not promised: an API key.
 """
@@ -31,7 +31,7 @@ from torch import Tensor
 from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
 
-PATIENCE_S, PAUSE_S = 60.0, 2.0  # seconds of tries for a server that does not answer; seconds between two tries
+PATIENCE_S, PAUSE_S = 60.0, 2.0  # seconds of pauses in all, for a server that is down; seconds between two tries
 ANSWER_S = 600.0  # time limit of one request for completions
 SHOWN = 300  # characters of an answer in an error
 
@@ -39,7 +39,7 @@ SHOWN = 300  # characters of an answer in an error
 class AdapterServer:
     """A server at `address`.   config: PEFT's, of the adapter.   folder: gets the adapter files.
 
-    patience_s: how long to retry while the server is busy or silent.   sleep: waits seconds.
+    patience_s: seconds of pauses between tries while the server is busy or down.   sleep: waits seconds.
     """
 
     name, together = "openai", 16
@@ -119,7 +119,7 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
-        """Return the server's answer; the last answer if the server stays busy or broken.   body(): called per try."""
+        """Return the answer, also a busy server's last one.  Raise InnerError if there is no answer.   body(): per try."""
         found, left = list[httpx.Response | Exception](), self._patience_s
         while sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
             if found:
@@ -193,7 +193,7 @@ def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[f
 
 
 def _check_end(ids: Sequence[int], reason: Any, settings: DrawSettings) -> None:
-    """Raise ValueError unless a completion ended by itself or at its limit: we would train on a cut-off completion."""
+    """Raise ValueError unless a completion ended by itself or at its limit: we train on no cut-off completion."""
     if reason == "stop" and ids[-1] not in settings.ends:
         raise ValueError("the token that ended a completion is left out")
     ended = len(ids) <= settings.most if reason == "stop" else (reason, len(ids)) == ("length", settings.most)

@@ -116,7 +116,7 @@ class GeneratorActor(RoleActor):
 
 
 class SDPOTeacherActor(RoleActor):
-    """The policy as it was at the beginning of the outer step; it sees the hint."""
+    """The policy at the beginning of the outer step, or of the run ("frozen"); this teacher sees the hint."""
 
     def __init__(self, plan: ReplicaPlan) -> None:
         super().__init__(SDPO_TEACHER)
@@ -188,13 +188,13 @@ def put_stand_ins(loop: InnerLoop, plan: ReplicaPlan, replica: Any) -> None:
 
 
 class RemoteGenerator:
-    """Replacement for TRL's `_generate_single_turn` that sends weights once per inner step."""
+    """Replacement for TRL's `_generate_single_turn` that sends weights once per generation of completions."""
 
     def __init__(self, trainer: Any, member: Member, casts: bool) -> None:
         self._trainer = trainer
         self._member = member
         self._casts = casts
-        self._loaded: tuple[int, int] | None = None  # which start of the generator, and the micro-batch of its weights
+        self._loaded: tuple[int, int] | None = None  # the generator's incarnation, and the micro-batch of its weights
 
     def __call__(self, prompt_ids: Any, images: Any, fields: Any, *args: Any, **options: Any) -> Any:
         """Return each completion's token ids, and None for log-probs: TRL computes them again."""

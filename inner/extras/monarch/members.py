@@ -49,7 +49,7 @@ class RoleActor(Actor):
 
 
 class Member:
-    """One role.   replica: a reference to the ReplicaActor.   incarnation: counts its processes, from 1."""
+    """One role.   replica: a reference to the ReplicaActor.   incarnation: counts the role's processes, from 1."""
 
     def __init__(self, replica: Any, role: str) -> None:
         self._replica = replica
@@ -70,7 +70,7 @@ class Member:
             self._actor = None
 
     def wait(self, future: Any) -> Any:
-        """Return the answer, however long it takes.   Raises ProcessLookupError if the process ends without it."""
+        """Return the answer, however long it takes.   Raises ProcessLookupError if the process ends before that."""
         while True:
             with suppress(TimeoutError):
                 return future.get(timeout=LOOK_EVERY_S)
@@ -117,7 +117,7 @@ def _process_of(actor: Any, role: str) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process runs.  One that ended stays in /proc until its parent reads its exit code."""
+    """Whether the process runs.  An ended process stays in /proc until its parent reads its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

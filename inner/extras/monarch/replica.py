@@ -156,7 +156,7 @@ class Replica:
             self._processes.stop().get(timeout=STOP_S)
 
     def run_round(self, t: int, weights: Weights, replicas: int = 1) -> Round:
-        """Take H inner steps from θ_t; -> a Round.   weights: θ_t of every trained parameter, on the CPU.
+        """Take H inner steps from θ_t; return a Round.   weights: θ_t of every trained parameter, on the CPU.
 
         replicas: how many pseudogradients the newest outer step averaged (inner.schedule.lr_replicas)."""
 

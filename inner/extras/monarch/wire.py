@@ -76,14 +76,14 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int, multiple: int | None) -
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the ids up to and including the first of `ends`."""
+    """Return the ids up to and including the first id in `ends`; all ids if no id is in `ends`."""
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids) - 1)
     return ids[: at + 1]
 
 
 @dataclass(frozen=True)
 class Teaching:
-    """A request.   rows: token ids, with the hint.   turns: (row, first position, how many).   casts: as above."""
+    """A request.   rows: token ids, with the hint.   turns: (row, first position, how many).   casts: autocast."""
 
     rows: list[list[int]]
     turns: Turns

@@ -118,7 +118,7 @@ class OpenEnv:
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
-        """Return the episode's reward so far; None if the session was lost, or it ended without a reward."""
+        """Return the episode's reward so far; None if the session was lost, or the episode ended without a reward."""
         if (self._lost and not self._broke) or (self._done and not self._rewards):
             return None
         so_far = float(self._rewards[-1] if self._reward_is == "last" and self._rewards else sum(self._rewards))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 POSITIONS = 32
-TOLERANCE = 0.10  # grail's; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
+TOLERANCE = 0.10  # grail's limit; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
 SIGMAS = 5.0
 MISSING = 0.05  # share of the claimed log-probs that may be NaN: vLLM has none for a few tokens
 TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best s for a normal variable
@@ -56,7 +56,7 @@ class RolloutCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the rollout, as texts; [] if there are none."""
+        """Reasons to doubt the rollout, as texts; [] without a reason."""
         found: list[str] = []
         if not self.disagreement <= self.tolerance:
             found.append(

@@ -39,7 +39,7 @@ MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """The result for one rollout's proofs; each number is the worst proof's.
+    """The result for one rollout's proofs.  Each number is the largest of all proofs.
 
     mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the
     others' mantissas; infinite if no exponent is right.
@@ -53,7 +53,7 @@ class ProofCheck:
 
     @property
     def doubts(self) -> list[str]:
-        """Reasons to doubt the proofs, as texts; [] if there are none."""
+        """Reasons to doubt the proofs, as texts; [] without a reason."""
         if self.mismatches <= self.most_mismatches and self.mantissa <= self.most_mantissa:
             return []
         return [

@@ -4,7 +4,7 @@
       + α · (log π_teacher − log π_old) · error_mask · response_mask       detached: the reverse KL's policy gradient
 
     driver   attach_composer_fields(data, …) ──▶ verl's compute_advantage ──▶ grpo_composer ──▶ data.batch["advantages"]
-    worker                                                              ppo_loss: any policy loss of verl's
+    worker                                                              ppo_loss: any policy loss of verl
 
 verl 0.9.1 passes rewards, mask, uid and config to an estimator, and silently drops all other fields of the batch (only
 its own GDPO gets the batch; verl-project/verl#7473 would pass it to all).  So we store the fields beside the batch, and
@@ -35,7 +35,7 @@ REWARDS, RESPONSES = "token_level_rewards", "response_mask"
 
 @dataclass(frozen=True)
 class _Attached:
-    """The fields of a batch, and its rows when they were attached.   rewards, uid: None if the batch had none yet."""
+    """The fields of a batch, and its rows when they were attached.   rewards, uid: None if the batch lacked them."""
 
     fields: Mapping[str, Tensor]
     mask: Tensor

@@ -3,8 +3,8 @@
     bytes ──cut──▶ block │ block │ rest      sha256 of each without the zeros at its end, which are not sent
     PUT url ──▶ a token for VolumePutFiles2          GET url ──▶ into the caller's memory, zeros added
 
-Not promised: another try after a failure.  An incomplete body raises StoreUnclear, without the URL, which has a
-signature.
+Not promised: another try after a failure.  An incomplete body raises StoreUnclear.  No error shows the URL, because the
+URL has a signature.
 """
 
 import hashlib

@@ -4,11 +4,11 @@ An entry that was neither read nor written for seven days disappears.  Files of 
 everything that a run needs: each large body as a file, and a copy of every other entry.  Then no register is written
 twice, and no blob is lost.
 
-    create, put, get ── an entry without a file ──▶ noted ── before this process's next write ──▶ mirror/{key}
+    create, put (an entry without a file), get (a register) ─▶ noted ─ before this process's next write ─▶ mirror/{key}
     first request, and after an hour without a check:
         the mark (.kept, the time of the last sweep) is younger than 6 days ──▶ no entry can have expired
-        else, a sweep: create every missing entry again from the volume; read every other entry, which renews it; then
-              set the mark to the time at which the sweep began
+        else, a sweep: create every missing entry again from the volume; read every other entry, which renews it; at the
+              end, set the mark to the time at which the sweep began
     once a day, during the run: the same
 
 A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
@@ -125,7 +125,7 @@ class Mirror:
         self._wire.put_entry(self._prefix + KEPT, b"=" + str(began).encode())
 
     def _lost_entries(self, there: set[str]) -> list[tuple[str, bytes]]:
-        """Return (key, entry) for entries that only the volume has: first blobs, then registers, which name them."""
+        """Return (key, entry) for entries that only the volume has: first blobs, then records, which name blobs."""
         blobs = {
             path[len(OBJ) :].rpartition("~")[0]: pointer_to(path, size)
             for path, size in self._wire.list_files(OBJ + self._prefix).items()
@@ -141,7 +141,7 @@ class Mirror:
         stands = self._wire.get_entry(key)
         if value[:1] == b"!" and stands is not None and stands != value:
             raise StoreRefused(
-                f"the register {key} was decided twice: Modal's dict and its mirror differ. Nothing was changed. "
+                f"the register {key} was decided twice: Modal's dict and its mirror differ. Neither was changed. "
                 "Export the model from the last snapshot, and begin a new run"
             )
 

@@ -2,7 +2,7 @@
 
     Dict NAME     key ─▶ "!" body            a register: created once, never changed
                   key ─▶ "=" body            another body up to 1 MiB
-                  key ─▶ "@" pointer         a larger one, which is a file of the volume: its path and size
+                  key ─▶ "@" pointer         a larger body, which is a file of the volume: its path and size
     Volume NAME   obj/{key}~{digest}         such large bodies, never overwritten
                   mirror/{key}               copies of the first two kinds (rendezvous/stores/modal/mirror.py)
 
@@ -76,7 +76,7 @@ class ModalStore:
 
     def create(self, key: str, body: Buffer) -> None:
         if body_bytes(body) > INLINE:
-            raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// it may have at most {INLINE}")
+            raise StoreRefused(f"{key} has {body_bytes(body)} bytes; on modal:// a record has at most {INLINE}")
         if not self._write_entry(key, REGISTER + bytes(body), if_absent=True):
             raise KeyExists(f"{self._place}/{key} exists")
 

@@ -4,8 +4,8 @@
          ──gRPC──▶ VolumePutFiles2, VolumeGetFile2, …Remove…, …List…    files
          ──HTTP──▶ the blocks                                           rendezvous/stores/modal/blocks.py
 
-Modal's public `Dict.get` unpickles each value, so the writer of an entry could run code in every reader.  Modal's
-`Volume` reads only whole files, and retries creations whose answer was lost.  So this module sends the client's
+Modal's public `Dict.get` unpickles each value, so the writer of an entry could run code in every reader.  Its `Volume`
+reads only whole files, and Modal's client retries creations whose answer was lost.  So this module sends the client's
 internal requests, over the client's own connection and with its credentials.  Entries are written as the public client
 writes them (a pickled text and pickled bytes: `modal dict items` shows them), and are read by a parser that accepts
 only texts and bytes.
@@ -101,7 +101,7 @@ class Wire:
                 raise StoreUnclear(f"Modal's volume {self.name} misses blocks of {path} that were just sent")
 
     def write_files(self, bodies: Mapping[str, bytes]) -> None:
-        """Write small files, all in one request, or in two if the volume lacks their blocks."""
+        """Write small files by one request.  If the volume lacks blocks, PUT each of these and repeat the request."""
         paths = list(bodies)
         files: dict[str, list[Block]] = {path: blocks_of([memoryview(bodies[path])]) for path in paths}
         missing: Any = self._put_files(files, {})
