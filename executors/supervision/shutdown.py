@@ -5,7 +5,7 @@
                                                          ─▶ poll until each launch has ended
                                                          ─▶ search each platform's list for the run's label, until
                                                             it has no live process and can show no late one any more
-                                                         ─▶ read every heartbeat once more: none changes
+                                                         ─▶ read heartbeats, until two more would have come
                                                          ─▶ stop the run's boxes, if it has any (boxes.py)
     no space for the request ─▶ SIGTERM, later SIGKILL to the supervisor and the replicas of this machine; replicas
                                 elsewhere may live: without space, no heartbeat can change
@@ -53,7 +53,7 @@ from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
 FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
-LOOK_S = 1.0  # a heartbeat without a change for this time is silent; live ones change every 0.2 s (in a bucket, 5 s)
+LOOK_S, LOOK_FAR_S = 1.0, 12.0  # a heartbeat without a change is silent; live ones change every 0.2 s, or every 5 s
 KILLED_S = REAP_S + 2.0  # time for a killed process to end, also if its exit code cannot be written
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform
@@ -84,6 +84,18 @@ class Patience:
             self._boundary = boundary_of(read_run(store.url))
         self._asked = {} if grace_s is not None else self._beats()
         self._seconds = 0.0
+        self.silent_s = LOOK_S if getattr(store, "near", False) else LOOK_FAR_S
+        self._changed: dict[str, tuple[Beat, float]] = {}  # slot -> newest heartbeat, and when it was first seen
+
+    def hears(self, claim: Claim) -> bool:
+        """Whether the claim's session has not left, and its heartbeat has changed within the time of two."""
+        beat = _beat_of_claim(self._store, claim)
+        if beat is None or beat.phase == "left":
+            return False
+        newest, since = self._changed.get(claim.slot, (None, 0.0))
+        if newest is None or (newest.generation, newest.n) != (beat.generation, beat.n):
+            self._changed[claim.slot] = beat, (since := self._clock.now())
+        return self._clock.now() - since < self.silent_s
 
     def seconds(self) -> float:
         if self._fixed is not None:
@@ -162,16 +174,16 @@ def _end_everything(
             claimed = [(h.pid, h.started) for h in _local_processes(store)]
             for h in [h for h in _launched_here(launches) if (h.pid, h.started) not in claimed]:
                 processes.send_signal(h.pid, h.started, signal.SIGTERM, run=store.url)
-        _wait_until_ended(store, clock, patience.seconds, launches)
+        _wait_until_ended(store, clock, patience, launches)
         launches.refresh()  # a supervisor may have launched something meanwhile
         lease = _seize_if_needed(store, clock, patience, launches)
-        _end_remaining(store, clock, patience.seconds(), say, launches)
+        _end_remaining(store, clock, patience, say, launches)
         left = _sweep_until_none(clock, say, launches)
         if launches.strangers and lease is None:
             lease = _seize_if_needed(store, clock, patience, launches)
         _write_down(store, clock, lease, launches)
         found = [End("platform", True, text) for text in left] or _stranger_ends(launches)
-        return [*prove_ends(store, clock, launches, can_beat=patience.can_beat), *found, *_end_boxes(store)]
+        return [*prove_ends(store, clock, launches, patience), *found, *_end_boxes(store)]
     finally:
         launches.close()
 
@@ -204,8 +216,11 @@ def _seize_if_needed(store: Store, clock: Clock, patience: Patience, launches: L
         return None
 
 
-def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[str], None], launches: Launches) -> None:
+def _end_remaining(
+    store: Store, clock: Clock, patience: Patience, say: Callable[[str], None], launches: Launches
+) -> None:
     """Kill or cancel every replica that has not left."""
+    grace_s = patience.seconds()
     local = {(h.pid, h.started): h for h in [*_launched_here(launches), *_local_processes(store)]}
     for handle in local.values():
         if processes.send_signal(handle.pid, handle.started, signal.SIGKILL, run=store.url, group=True):
@@ -215,8 +230,8 @@ def _end_remaining(store: Store, clock: Clock, grace_s: float, say: Callable[[st
         say(f"{h.slot}: {h.native} on {h.executor} was still there after {grace_s:.0f} s; it is cancelled now")
     launches.cancel(rented, CANCEL_S)
     if rented:
-        _wait_until_ended(store, clock, lambda: CANCELLED_S, launches)
-    _wait_until_ended(store, clock, lambda: KILLED_S, launches)
+        _wait_until_ended(store, clock, patience, launches, CANCELLED_S)
+    _wait_until_ended(store, clock, patience, launches, KILLED_S)
 
 
 def _launched_here(launches: Launches) -> list[Handle]:
@@ -262,14 +277,16 @@ def _write_down(store: Store, clock: Clock, lease: Lease | None, launches: Launc
 # -------------------------------------------------------------------- the proof
 
 
-def prove_ends(store: Store, clock: Clock, launches: Launches, *, can_beat: bool) -> list[End]:
+def prove_ends(store: Store, clock: Clock, launches: Launches, patience: Patience) -> list[End]:
     """Return an End for each claimed slot and each launch on a platform, with the evidence of its end or its life."""
     over = launches.ended_places
     claims = newest_claims(store)
+    elsewhere = [c for c in claims if c.host not in over and claimed_process(store.url, c) is None]
     before = {c.slot: _beat_of_claim(store, c) for c in claims}
-    if any(_may_beat(before[c.slot]) and c.host not in over and claimed_process(store.url, c) is None for c in claims):
-        clock.sleep(LOOK_S)
-    found = [_prove_claim_end(store, c, before[c.slot], over, can_beat=can_beat) for c in claims]
+    began = clock.now()
+    while any(patience.hears(c) for c in elsewhere) and clock.now() - began < patience.silent_s:
+        clock.sleep(PAUSE_S)
+    found = [_prove_claim_end(store, c, before[c.slot], over, can_beat=patience.can_beat) for c in claims]
     found += [_launch_end(launches, h) for h in launches.there]
     found += _never_began(launches, {c.slot for c in claims})
     supervisor = _other_supervisor(store)
@@ -346,21 +363,22 @@ def _renamed_from(store: Store, claim: Claim) -> str:
     return ""
 
 
-def _wait_until_ended(store: Store, clock: Clock, seconds: Callable[[], float], launches: Launches) -> None:
-    """Wait until no replica and no other supervisor is left, for at most `seconds()`."""
+def _wait_until_ended(
+    store: Store, clock: Clock, patience: Patience, launches: Launches, seconds: float | None = None
+) -> None:
+    """Wait until no replica and no other supervisor is left, for at most `seconds`, or for the replicas' patience."""
     began, limit = clock.now(), 0.0
     looked = asked = float("-inf")
-    moved: dict[str, int] = {}
     while True:
         if clock.now() - looked >= ASK_S or clock.now() >= began + limit:
-            limit, looked = seconds(), clock.now()
+            limit, looked = patience.seconds() if seconds is None else seconds, clock.now()
         if clock.now() >= began + limit:
             return
         if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):
             launches.look()
             asked = clock.now()
         over = launches.ended_places
-        waiting = [c for c in newest_claims(store) if c.host not in over and _may_be_alive(store, c, moved)]
+        waiting = [c for c in newest_claims(store) if c.host not in over and _may_be_alive(store, c, patience)]
         if not waiting and not launches.there and _other_supervisor(store) is None:
             return
         clock.sleep(PAUSE_S)
@@ -373,19 +391,9 @@ def _other_supervisor(store: Store) -> Claim | None:
     return None if mine else holder
 
 
-def _may_be_alive(store: Store, claim: Claim, moved: dict[str, int]) -> bool:
-    """Whether the claim's process runs here, or has not left and its heartbeat has changed since the first look."""
-    if claimed_process(store.url, claim) is not None:
-        return True
-    beat = _beat_of_claim(store, claim)
-    if not _may_beat(beat) or beat is None:
-        return False
-    first = moved.setdefault(claim.slot, beat.n)
-    return beat.n != first
-
-
-def _may_beat(beat: Beat | None) -> bool:
-    return beat is not None and beat.phase != "left"
+def _may_be_alive(store: Store, claim: Claim, patience: Patience) -> bool:
+    """Whether the claim's process runs here, or its heartbeat is not silent."""
+    return claimed_process(store.url, claim) is not None or patience.hears(claim)
 
 
 def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:

@@ -33,6 +33,7 @@ from rendezvous.machine import machine_name
 from rendezvous.records.records import Beat
 from rendezvous.store import Body, Buffer
 from rendezvous.stores.files import FileStore
+from tests.support.fakes import ManualClock
 from tests.support.workers import identity, worker
 
 Start = Callable[..., subprocess.Popen]
@@ -374,3 +375,47 @@ def test_replicas_that_a_supervisor_finds_again_can_be_ended(tmp_path: Path) -> 
     (result,) = second.collect([found], timeout=60.0)
     assert result.state is State.CANCELLED
     first.close()
+
+
+class Elsewhere(ManualClock):
+    """A clock in whose time a replica on another machine sends a heartbeat every 5 s, until its end."""
+
+    def __init__(self, store: FileStore, ends_at: float, leaves: bool) -> None:
+        super().__init__()
+        self._store, self._ends_at, self._leaves = store, ends_at, leaves
+        self._generation = claim(store, self, "r00", host="elsewhere", pid=4711, started=5)
+        self.sleep(0.0)
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        over = self.at >= self._ends_at
+        if not over or self._leaves:
+            beat = Beat(
+                "r00", self._generation, int(self.at / 5) + over, "left" if over else "train", 3, 1, 1.0, self.wall()
+            )
+            self._store.put(layout.beat_key("r00"), beat.encode())
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "leaves", "live", "text"),
+    [
+        (1e9, False, True, "its heartbeat changes, so it may run elsewhere"),
+        (0.0, False, False, "gone without a leave record"),
+        (17.0, False, False, "gone without a leave record"),
+        (17.0, True, False, "left at outer step 3"),
+    ],
+    ids=["lives", "is dead", "dies", "leaves"],
+)
+def test_stop_waits_for_a_replica_elsewhere_whose_heartbeats_are_rare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: float, leaves: bool, live: bool, text: str
+) -> None:
+    """Before: in a bucket, where a heartbeat takes 5 s, it was "gone" after one second, while it trained on."""
+    store = FileStore(str(tmp_path))
+    monkeypatch.setattr(FileStore, "near", False)
+    clock = Elsewhere(store, ends_at, leaves)
+    if ends_at == 0.0:
+        store.put(layout.beat_key("r00"), Beat("r00", 1, 0, "train", 3, 1, 1.0, clock.wall()).encode())
+    write_control(store, clock, replicas=1)
+    (end,) = stop_run(store, clock, None, lambda text: None)
+    assert (end.live, text in end.text) == (live, True), (end, clock.at)
+    assert clock.at < 60.0
