@@ -172,7 +172,7 @@ def test_a_folder_that_is_named_like_a_url_with_a_slash_too_few_stays_a_run(tmp_
 
 
 def test_a_run_in_memory_cannot_have_several_processes(capsys, config):
-    assert "Use a folder" in complaint(capsys, "train", config, "--run", "memory://x")
+    assert "Use --run" in complaint(capsys, "train", config, "--run", "memory://x")
 
 
 def test_a_config_that_is_not_there(capsys, tmp_path):

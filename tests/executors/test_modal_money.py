@@ -385,4 +385,4 @@ def test_only_a_model_on_the_hub_has_a_cache(tmp_path, monkeypatch) -> None:
     for model in ("tiny", str(model_of(tmp_path / "here", 1000))):
         assert "hub_cache" not in fitted_places([Place("modal")], config(tmp_path, model=model))[0].options
     (line,) = (line for line in build_executor([place]).plan([ReplicaSpec("s3://b/r", "r00")]).lines if "Hub" in line)
-    assert "stays in the Volume diloco-hub-cache" in line
+    assert "stay in the Volume diloco-hub-cache" in line
