@@ -31,12 +31,12 @@ MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
 HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"
-# the pipe itself ends with the last background process; `read` waits for one byte, dd takes all that the pipe holds
+# the pipe itself ends with the last background process; `read` waits for one byte, dd takes bytes until it finds none
 UNTIL_END = r"""
 while read -t 0 -u 4; ended=$?; IFS= read -r -d '' -n 1 -t .05 byte; got=$?; [ $got != 1 ]; do
   if [ "$byte" ]; then printf %s "$byte"; elif [ $got = 0 ]; then printf '\0'; fi
-  ! read -t 0 || dd bs=1M count=1
-  [ $ended != 0 ] || { cat <&0 >/dev/null 4>&- & break; }  # a closed pipe would kill a background process that writes
+  ! read -t 0 || dd bs=64K count=512 iflag=nonblock
+  [ $ended != 0 ] || { until cat; do sleep .1; done <&0 >/dev/null 4>&- & break; }  # a background process may write on
 done"""
 # descriptor 4 is a pipe that gets a line when the shell has ended; the last chunk is read after this line
 WRAPPED = f"""exec 4<> <(:) 2>/dev/null
