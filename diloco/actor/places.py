@@ -80,7 +80,7 @@ class Speed:
 
     @property
     def takes_s(self) -> float:
-        """Return the seconds per bundle, 0 if unknown.  One slow bundle of several (a suspended host) is no sign."""
+        """Return the seconds per bundle, 0 if unknown.  One slow bundle (a suspended host) does not count."""
         return median_low(self.newest) if self.newest else 0.0
 
     def after_look(self, window: Sequence[tuple[int, str, int]], now: float) -> "Speed":

@@ -73,6 +73,7 @@ class Patience:
 
     A replica that has ended an inner step since the request uploads, and may take longer (grace.leave_s).
     grace_s: fixed seconds, or None to follow the heartbeats.
+    silent_s: seconds without a change after which a heartbeat is silent.
     can_beat: whether the store has had room for each record. Without room, an unchanged heartbeat proves no end.
     """
 

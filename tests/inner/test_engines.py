@@ -285,7 +285,7 @@ def test_answers_that_cannot_be_decompressed_or_parsed_end_the_actor_with_a_sent
 )
 def test_an_address_that_is_no_url_of_a_server_is_refused_at_once(address: str, tmp_path: Path) -> None:
     """Before: 31 tries, or InvalidURL as it was."""
-    with pytest.raises(InnerError, match=r"no URL of a server.*openai:http://localhost:8000/v1"):
+    with pytest.raises(InnerError, match=r"not the URL of a server.*openai:http://localhost:8000/v1"):
         AdapterServer(address, None, name="a07", folder=tmp_path)
 
 

@@ -123,7 +123,7 @@ def _is_local(name: str) -> bool:
 
 
 def is_installed(requirement: str) -> bool:
-    """Whether this machine has the requirement's package.  False for a text that is no requirement, such as a URL."""
+    """Whether this machine has the requirement's package.  False for another text, such as a URL."""
     try:
         metadata.distribution(Requirement(requirement).name)
     except (InvalidRequirement, metadata.PackageNotFoundError):

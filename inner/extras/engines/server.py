@@ -161,7 +161,7 @@ def _checked(address: str) -> str:
         fault = str(error)
     if fault:
         raise InnerError(
-            f"the address of the engine openai, {address!r}, is no URL of a server: {fault}. Write it as in "
+            f"the address of the engine openai, {address!r}, is not the URL of a server: {fault}. Write it as in "
             "openai:http://localhost:8000/v1"
         )
     return address

@@ -169,7 +169,7 @@ def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
-    """Raise a RuntimeError for an exception that is no Exception, and for one without a text.   passing: stay."""
+    """Raise a RuntimeError for an exception outside Exception, or without a text.   passing: exceptions that stay."""
     try:
         yield
     except passing:
