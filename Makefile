@@ -55,6 +55,9 @@ SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 CLOCKED := $(addprefix tests/,diloco/test_torchft_alpha.py diloco/test_watchdog.py diloco/test_outer_safety.py \
   diloco/test_ranks.py executors/test_grace.py executors/test_slurm.py)
 
+# else each process that a test starts compiles the project again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-replaysim test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed

@@ -285,6 +285,7 @@ sys.exit(0 if int(os.environ["DILOCO_STEP"]) < 18 else 1)
 """
 
 
+@pytest.mark.slow
 def test_bisect_as_it_is_typed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = planted(tmp_path / "run", steps=40)
     (tmp_path / "judge.py").write_text(JUDGE)

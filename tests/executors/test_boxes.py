@@ -272,6 +272,7 @@ def test_the_providers_with_a_price_are_those_that_the_core_knows() -> None:
     assert set(PROVIDERS) == {*kinds, "hf"} and "hf" in PRICED  # of the flavor that a run uses (hf_boxes.py)
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_count_the_boxes_is_refused_before_the_start(folder: Path) -> None:
     told = SamplingSettings(boxes="e2b")
     with pytest.raises(UsageError, match=r"max_usd = 5 cannot count boxes of e2b.*Set inner\.sampling\.box_usd"):

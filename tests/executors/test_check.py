@@ -171,6 +171,7 @@ CURRICULUM = """def score(completions, trainer_state, **_):
 """
 
 
+@pytest.mark.slow
 def test_a_curriculum_reads_the_start_of_the_run_before_the_start(project: Path) -> None:
     """Before: trainer_state was None, so the trial ended with an AttributeError."""
     (project / "rewards.py").write_text(CURRICULUM)

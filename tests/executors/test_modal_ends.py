@@ -112,6 +112,7 @@ def on_modal(run: str, bucket: Any, folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_stop_purge_removes_app_and_dict_and_says_that_the_run_stays(platform, run, bucket, tmp_path, capsys) -> None:
     found = on_modal(run, bucket, tmp_path)
     name = app_name(run)

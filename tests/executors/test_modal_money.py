@@ -122,6 +122,7 @@ def version_of(run: str, package: str) -> ReplicaSpec:
     return ReplicaSpec(run, "r00", entrypoint="importlib.metadata:version", kwargs={"distribution_name": package})
 
 
+@pytest.mark.slow
 def test_a_container_has_the_packages_that_pip_names(platform, run) -> None:
     assert NOT_PINNED not in " ".join(pinned_requirements())
     (plain,) = platform.executor().launch_replicas([version_of(run, NOT_PINNED)])

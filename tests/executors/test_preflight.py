@@ -495,6 +495,7 @@ def test_a_plan_with_a_model_that_cannot_be_reached_is_none(folder: Path, accoun
     assert far.code == 0, "the start model is published from there"
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_token_that_the_hub_does_not_know_is_none(folder: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "0"}
     with HFServer() as server:
@@ -761,8 +762,12 @@ def test_what_the_hub_says_of_a_model(
     ("inner", "said"),
     [
         (('model = "me/unknown"',), "inner.model = 'me/unknown': the Hub knows no such model"),
-        (('model = "me/old"', 'revision = "v9"'), "inner.model = 'me/old' has no revision 'v9' on the Hub"),
-        (('model = "me/gated"',), "inner.model = 'me/gated' is gated"),
+        pytest.param(
+            ('model = "me/old"', 'revision = "v9"'),
+            "inner.model = 'me/old' has no revision 'v9' on the Hub",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(('model = "me/gated"',), "inner.model = 'me/gated' is gated", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_on_every_platform(

@@ -227,6 +227,7 @@ def test_the_commands_know_a_run_of_the_short_form(tmp_path: Path, capsys) -> No
     assert "local knows no process of local://nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_commands_know_a_run_of_the_short_form_on_modal(platform: ModalPlatform, tmp_path: Path, capsys) -> None:
     there = platform.executor()
     name = f"sweep-{tmp_path.name}"

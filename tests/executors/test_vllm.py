@@ -72,6 +72,7 @@ def test_both_sets_have_the_same_versions_of_what_decides_bits() -> None:
 # ---------------------------------------------------------------------- environments
 
 
+@pytest.mark.slow
 def test_the_image_on_modal_is_made_of_them_and_ends_with_an_import(platform, run, tmp_path) -> None:
     platform.hold(True)
     executor = ModalExecutor(vllm=True)

@@ -11,6 +11,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def comments(path: Path) -> Iterator[str]:
             yield token.string
 
 
+@cache
 def sentences(room: str) -> list[str]:
     texts = [text for path in sorted((ROOT / room).rglob("*.py")) for of in (docstrings, comments) for text in of(path)]
     return [" ".join(s.split()) for text in texts for s in re.split(r"(?<=[.:;?])\s+|\n\n", text) if s.strip()]

@@ -261,6 +261,7 @@ def test_a_suite_that_cannot_be_used_is_refused(
         ("--cov=shop -n 4", [0, 1, 2]),  # plugins that are not here
     ],
 )
+@pytest.mark.slow
 def test_the_suites_own_options_count(addopts: str, prices: list[int], packages: Path, tmp_path: Path) -> None:
     documented = FILES["shop/names.py"].replace("(name):\n", '(name):\n    """>>> title("a")\n    \'A\'"""\n', 1)
     folder = written(tmp_path, **{"pytest.ini": f"[pytest]\naddopts = {addopts}\n", "shop/names.py": documented})

@@ -45,6 +45,7 @@ def shipped() -> list[DeletionTask]:
     return [load_task(json.loads(line)["task"]) for line in (EXAMPLE / "prompts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_generator_makes_what_is_shipped(rowlet: list[DeletionTask]) -> None:
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()
     assert len(lines) == 9 and {json.dumps(prompt_row(task)) for task in rowlet} <= set(lines)

@@ -78,12 +78,12 @@ def trained(
     return parameters, {name: value for name, value in loop.pop_metrics().items() if "time" not in name}
 
 
-KINDS: list[dict[str, Any]] = [
+KINDS: list[Any] = [
     {},
     {"sdpo": {"weight": 0.1}},
     {"grpo": {"steps_per_generation": 2, "num_iterations": 2}, "sampling": {"tool_workers": 4}},
-    {"grpo": {"objective": "dapo"}},
-    {"trl": {"beta": 0.1}},
+    pytest.param({"grpo": {"objective": "dapo"}}, marks=pytest.mark.slow),
+    pytest.param({"trl": {"beta": 0.1}}, marks=pytest.mark.slow),
 ]
 
 

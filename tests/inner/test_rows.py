@@ -25,6 +25,7 @@ from inner.train.build import build_inner
 from inner.train.grpo import Rows
 from inner.usercode.check import check_inner
 from inner.usercode.userfiles import load_module
+from tests.support.examples import examples
 from tests.support.scripted import real_tokenizer, scripted_folder
 from tests.support.tables import merge_tables
 
@@ -145,7 +146,7 @@ FEW = {"suppress_health_check": list(HealthCheck), "deadline": None, "derandomiz
 UNSHRUNK = (Phase.explicit, Phase.generate)  # an example takes half a second
 
 
-@settings(max_examples=4, phases=UNSHRUNK, **FEW)
+@settings(max_examples=examples(4), phases=UNSHRUNK, **FEW)
 @given(rows=files())
 @example(rows=[{"prompt": "a", "answer": 7, "completion": "y"}, {"prompt": "b", "answer": 3.5, "completion": [2**70]}])
 @example(rows=[{"prompt": asked("Rome", city="Rome"), "x": 7}, {"prompt": asked(PART_ROME, a=1), "x": "Paris"}])

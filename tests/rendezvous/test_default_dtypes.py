@@ -60,6 +60,7 @@ DEFAULTS = ("dtype(torch.bfloat16)", 'device("meta")', "dtype(torch.float16)", "
     ("kernels", "number"),
     [("with", 2), pytest.param("with", 4, marks=pytest.mark.slow), pytest.param("without", 4, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_default_dtype_or_device_changes_no_bit(kernels: str, number: int) -> None:
     expected, *found = bodies_with(kernels, ["", *(f"torch.set_default_{name}" for name in DEFAULTS[:number])])
     assert expected and found == [expected] * number

@@ -201,6 +201,7 @@ def test_a_store_that_is_emptied_ends_its_replicas(
         assert len([key for key in store.list("") if key.endswith("commit.json")]) <= 1  # it was on its way
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_renamed_is_waited_for(fleet: Fleet, tmp_path: Path) -> None:
     """`mv RUN RUN2` split the run in halves."""
     start_two(fleet, str(tmp_path / "run"))
