@@ -66,7 +66,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture
 def server(served: Served) -> Iterator[Served]:
     address, state = served
-    state.change, state.asked, state.busy, state.lose = (lambda answer: answer), [], 0, 0
+    state.change, state.asked, state.busy, state.lose, state.key = (lambda answer: answer), [], 0, 0, ""
     yield address, state
 
 
@@ -226,7 +226,45 @@ def test_a_busy_server_is_asked_again_and_a_lost_answer_leaves_no_adapter(server
     state.busy = 0
 
 
+def test_a_server_that_was_started_again_gets_the_adapter_again(server: Served, tmp_path: Path) -> None:
+    """Before: the actor ended, with advice about token ids."""
+    address, state = server
+    loop, engine = a_server_engine(address, tmp_path)
+    engine.load(loop.model.named_parameters())
+    for _ in range(2):
+        state.models.clear()
+        assert len(engine.sample([1, 2, 3], 2, DrawSettings(1.0, 3, frozenset(), 7))[0]) == 2
+        assert len(state.models) == len(list(tmp_path.iterdir())) == 1
+    engine.load(loop.model.named_parameters())
+    assert len(state.models) == len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_server_with_a_key_gets_it(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, state = server
+    loop, engine = a_server_engine(address, tmp_path)
+    state.key = "k3y"
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(InnerError, match=r"refused to load an adapter \(HTTP 401.*wants a key. Set VLLM_API_KEY"):
+        engine.load(loop.model.named_parameters())
+    monkeypatch.setenv("VLLM_API_KEY", "k3y")
+    engine.load(loop.model.named_parameters())
+    assert engine.sample([1, 2, 3], 1, DrawSettings(1.0, 3, frozenset(), 7))
+    monkeypatch.setenv("VLLM_API_KEY", "other")
+    with pytest.raises(InnerError, match=r"refused to sample \(HTTP 401.*another key than VLLM_API_KEY") as told:
+        engine.sample([1], 1, DrawSettings(1.0, 3, frozenset(), 7))
+    assert "other" not in str(told.value).replace("another", "")
+
+
 ASKED = DrawSettings(1.0, 3, frozenset({9}), 7)
+
+
+@pytest.mark.parametrize("code", [307, 400, 404])
+def test_a_refusal_is_told_in_the_servers_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int) -> None:
+    """Before: "gave no completions … needs `return_token_ids`"."""
+    engine, waited = answering(monkeypatch, tmp_path, lambda: httpx.Response(code, text="maximum length is 8"))
+    with pytest.raises(InnerError, match=rf"refused to sample \(HTTP {code}: maximum length is 8\). Mend") as told:
+        engine.sample([1], 1, ASKED)
+    assert "return_token_ids" not in str(told.value) and not waited
 
 
 def answering(

@@ -34,6 +34,7 @@ class EngineState:
         self.asked = list[tuple[str, dict[str, Any]]]()
         self.change: Callable[[dict[str, Any]], Any] = lambda answer: answer
         self.busy = self.lose = 0
+        self.key = ""
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Answer:
@@ -88,16 +89,20 @@ def serve_engine(base: Path) -> Iterator[tuple[str, EngineState]]:
 
         def do_POST(self) -> None:
             with state.lock:
-                code, said = state.answer(self.path, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                if state.key and self.headers["authorization"] != f"Bearer {state.key}":
+                    code, said = 401, {"error": "Unauthorized"}  # as vLLM's
+                else:
+                    code, said = state.answer(self.path, body)
             if state.lose:
                 state.lose -= 1
                 self.close_connection = True
                 return self.connection.shutdown(socket.SHUT_RDWR)
-            body = json.dumps(said).encode()
+            reply = json.dumps(said).encode()
             self.send_response(code)
-            self.send_header("content-length", str(len(body)))
+            self.send_header("content-length", str(len(reply)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(reply)
 
     with serve(Handler) as address:
         yield address, state

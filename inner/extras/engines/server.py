@@ -12,11 +12,12 @@ temperature than 1 (fleet.check_rollouts).
 
 If a server is down, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds, after the server's
 Retry-After if that is shorter; after ANSWER_S of silence, once.  Each try to load an adapter uses another name, because
-the server may have loaded the adapter before its reply was lost.
-
-Not promised: an API key.
+the server may have loaded the adapter before its reply was lost.  A server that was started again gets the adapter
+again, after its 404.  VLLM_API_KEY, if it is set here, too, is the key of each request.
 """
 
+import itertools
+import os
 import secrets
 import shutil
 import time
@@ -60,53 +61,54 @@ class AdapterServer:
         self._folder = folder
         self._patience_s = patience_s
         self._sleep = sleep
-        self._loaded = 0
+        self._numbers = itertools.count(1)  # of names, also for a folder that is loaded again
         self._model = ""
         self._files: Path | None = None  # files of the adapter that samples
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter's files, and let the server load them."""
-        self._loaded += 1
-        folder = self._folder / f"{self._prefix}-{self._loaded}"
+        folder = self._folder / f"{self._prefix}-{next(self._numbers)}"
         self._config.save_pretrained(folder)
         safetensors.torch.save_file(adapter_tensors(parameters), folder / "adapter_model.safetensors")
+        self._serve(folder)
+        if self._files is not None:
+            shutil.rmtree(self._files, ignore_errors=True)
+        self._files = folder
+
+    def _serve(self, folder: Path) -> None:
+        """Let the server load the adapter in this folder, and unload the one before."""
         asked = list[str]()
 
         def body() -> dict[str, Any]:
-            asked.append(f"{folder.name}-{len(asked) + 1}")
+            asked.append(f"{self._prefix}-{next(self._numbers)}")
             return {"lora_name": asked[-1], "lora_path": str(folder.resolve())}
 
         said = self._post("/v1/load_lora_adapter", body)
         if said.status_code != 500:  # 500 may also mean that the server cannot load this adapter
-            self._refuse_unable(said, "load an adapter")
+            self._check_answer(said, "load an adapter")
         if said.is_error:
             raise InnerError(
                 f"{self._address} does not load the adapter in {folder} ({_shown(said)}). Start it on this machine "
                 "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and --max-lora-rank of at least "
                 f"{self._config.r}"
             )
-        self._forget([self._model, *asked[:-1]] if self._model else asked[:-1])
-        self._model, self._files = asked[-1], folder
-
-    def _forget(self, names: Sequence[str]) -> None:
-        """Unload adapters, and delete the files of the adapter used last. An adapter that stays only takes memory."""
-        for name in names:
+        for name in [self._model, *asked[:-1]] if self._model else asked[:-1]:  # one that stays only takes memory
             self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
-        if self._files is not None:
-            shutil.rmtree(self._files, ignore_errors=True)
+        self._model = asked[-1]
 
     def sample(self, prompt: Sequence[int], n: int, settings: DrawSettings) -> Sampled:
         asked = {
-            "model": self._model, "prompt": list(prompt), "n": n, "max_tokens": settings.most,
+            "prompt": list(prompt), "n": n, "max_tokens": settings.most,
             "temperature": settings.temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
             "stop_token_ids": sorted(settings.ends), "ignore_eos": True,  # its model may name other stop tokens
             "seed": settings.seed, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
-        said = self._post("/v1/completions", lambda: asked)
-        self._refuse_unable(said, "sample")
+        said = self._post("/v1/completions", lambda: {"model": self._model, **asked})
+        if said.status_code == 404 and self._files is not None:  # the server was started again
+            self._serve(self._files)
+            said = self._post("/v1/completions", lambda: {"model": self._model, **asked})
+        self._check_answer(said, "sample")
         try:
-            if said.is_error:
-                raise ValueError("an error")
             choices = sorted(said.json()["choices"], key=lambda choice: choice["index"])
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} completions of {n}")
@@ -128,7 +130,9 @@ class AdapterServer:
                 self._sleep(pause)
                 left -= pause
             try:
-                said = httpx.post(self._address + path, json=body(), timeout=httpx.Timeout(10.0, read=ANSWER_S))
+                said = httpx.post(
+                    self._address + path, json=body(), headers=_key(), timeout=httpx.Timeout(10.0, read=ANSWER_S)
+                )
             except httpx.RequestError as error:  # also an answer that cannot be decompressed
                 found.append(error)
                 continue
@@ -142,13 +146,29 @@ class AdapterServer:
             f"{self._address} {fault} {len(found)} times ({found[-1]!r}). Start the server, and then this actor again"
         )
 
-    def _refuse_unable(self, said: httpx.Response, asked: str) -> None:
-        """Raise InnerError if the server stayed busy or broken."""
+    def _check_answer(self, said: httpx.Response, asked: str) -> None:
+        """Raise InnerError if the server stayed busy or broken, wants a key, or does not sample."""
         if _is_unable(said):
+            advice = "Look at its log, give it less work if it is busy, and then start this actor again"
             raise InnerError(
-                f"{self._address} refused to {asked} for {self._patience_s:.0f} s ({_shown(said)}). Look at its log, "
-                "give it less work if it is busy, and then start this actor again"
+                f"{self._address} refused to {asked} for {self._patience_s:.0f} s ({_shown(said)}). {advice}"
             )
+        if said.status_code in (401, 403):
+            key = "another key than VLLM_API_KEY has here" if _key() else "a key"
+            raise InnerError(
+                f"{self._address} refused to {asked} ({_shown(said)}): it wants {key}. Set VLLM_API_KEY to the key of "
+                "the server, and then start this actor again"
+            )
+        if asked == "sample" and not said.is_success:
+            raise InnerError(
+                f"{self._address} refused to {asked} ({_shown(said)}). Mend the cause that the server names, and then "
+                "start this actor again"
+            )
+
+
+def _key() -> dict[str, str]:
+    key = os.environ.get("VLLM_API_KEY", "").strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _checked(address: str) -> str:
