@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -618,6 +619,73 @@ def test_a_process_in_the_background_may_write_on_after_the_shells_end(tmp_path:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"started\n", b"")
     (tmp_path / "go").write_text("go\n")
     assert (tmp_path / "answer").read_text() == "0\n"
+
+
+SERVER = "(while sleep .02; do date > /tmp/now; done) >/dev/null 2>&1 & echo started"
+IS_UP = "rm -f /tmp/now; sleep .5; [ -f /tmp/now ]"
+
+
+@real
+def test_a_background_process_outlives_its_command_until_the_verifier(boxes: LocalBoxes) -> None:
+    """Before: it ended with its command, as in the box of no other provider."""
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    other = boxes.start(replace(OWNER, place="8"), BoxRecipe(), timeout_s=1)
+    assert box.exec(SERVER, user="user", timeout_s=30).output == "started\n"
+    assert box.exec(IS_UP, user="user", timeout_s=30).code == 0
+    assert other.exec(IS_UP, user="user", timeout_s=30).code == 1
+    assert box.exec(IS_UP, user="root", timeout_s=30).code == 1, "else the episode could write its own reward"
+    assert box.exec(SERVER, user="root", timeout_s=30).code == 0
+    assert box.exec(IS_UP, user="root", timeout_s=30).code == 0
+    assert box.exec("pkill -9 -f 'sleep infinity; exit'", user="root", timeout_s=30).code >= 0
+    assert box.exec("echo again", user="root", timeout_s=30).output == "again\n", "new namespaces"
+
+
+KILLED = """import os, sys
+from pathlib import Path
+from inner.extras.boxes.box import BoxOwner, BoxRecipe
+from inner.extras.boxes.local import LocalBoxes
+from tests.support.planted_boxes import namespaces
+box = LocalBoxes(Path(sys.argv[1]), wrap=namespaces).start(BoxOwner("run", "0", 1, "7"), BoxRecipe(), timeout_s=1)
+box.exec(sys.argv[2], user="user", timeout_s=30)
+print("up", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@real
+def test_processes_of_a_box_end_with_their_replica_and_with_the_box(boxes: LocalBoxes, tmp_path: Path) -> None:
+    def is_written(home: Path) -> bool:
+        (home / "root" / "tmp" / "now").unlink(missing_ok=True)
+        time.sleep(0.5)
+        return (home / "root" / "tmp" / "now").exists()
+
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), SERVER]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "up\n"
+    (home,) = (tmp_path / "killed").glob("box-*")
+    until = time.monotonic() + 10
+    while is_written(home):
+        assert time.monotonic() < until
+    box: Any = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    box.exec(SERVER, user="user", timeout_s=30)
+    kept = box._kept
+    assert is_written(box._home)
+    shutil.rmtree(box._home)  # as `diloco stop` does it, from another process
+    with pytest.raises(BoxGone):
+        box.exec("true", user="user", timeout_s=30)
+    assert not kept.is_alive
+
+
+@real
+def test_where_namespaces_cannot_be_entered_each_command_has_its_own(
+    boxes: LocalBoxes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nsenter").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "bin" / "nsenter").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    assert box.exec("pwd; touch here", user="user", timeout_s=30).output == "/app\n"
+    assert box.exec("ls", user="user", timeout_s=30).output == "here\n"
 
 
 @real

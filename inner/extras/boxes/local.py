@@ -3,13 +3,15 @@
     ROOT/NAME/box.json    labels, deadline; written first and deleted last, so `find` also sees half-deleted boxes
                           start also removes late boxes, and folders that have had no box.json for an hour
     ROOT/NAME/root        app/ tests/ logs/ tmp/ …  are bound to /app /tests /logs /tmp, writable
-    /usr /bin /lib /etc   this machine's, read-only      no network, own namespaces, every process ends with the command
+    /usr /bin /lib /etc   this machine's, read-only      no network; own namespaces, shared by the commands of one user
 
 `wrap` returns the words in front of a command; tests pass a function that needs no bubblewrap.
 
-Not promised: an image (the box has this machine's programs); several users (every command is uid 1000, so
-the episode's code can read tests/ while the verifier runs); limits for memory, processes and disk beyond each command's
-time limit. Nothing runs without a sandbox: if bubblewrap is missing, the provider raises SandboxMissing.
+A background process lives until the box stops or another user acts: until the verifier (kept.py).
+
+Not promised: an image (the box has this machine's programs); several users (every command is uid 1000); limits for
+memory, processes and disk beyond each command's time limit. Nothing runs without a sandbox: if bubblewrap is missing,
+the provider raises SandboxMissing.
 """
 
 import json
@@ -19,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +39,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.extras.boxes.kept import KeptNamespaces, kept_namespaces
 from inner.tasks.harbor import MACHINES, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
@@ -111,21 +115,47 @@ class LocalBox:
 
     def __init__(self, home: Path, folder: str, wrap: Wrap) -> None:
         self._home, self._folder, self._wrap = home, folder, wrap
+        self._kept: KeptNamespaces | None = None
+        self._can_keep, self._user, self._lock = True, "", threading.Lock()
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        """Run a command; its whole process group ends with it."""
-        root = self._root()
-        words = [*self._wrap(root, self._folder, user), *wrapped_command(command, timeout_s)]
+        """Run a command. After its time limit, it ends."""
+        words = [*self._words(user), *wrapped_command(command, timeout_s)]
         child = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             raw, _ = child.communicate(timeout=timeout_s + KILL_AFTER_S + ANSWER_S)
-            return Ran(child.returncode, read_output(raw))
-        except subprocess.TimeoutExpired:
+            code = child.returncode  # below 0 if the command killed all processes of the box
+            return Ran(code if code >= 0 else 128 - code, read_output(raw))
+        except subprocess.TimeoutExpired:  # the command stopped `timeout`, and may have left its process group
+            self._end_processes()
             return Ran(137, "")
         finally:
-            _kill_group(child)
+            if child.returncode is None:
+                _kill_group(child)
+
+    def _words(self, user: str) -> list[str]:
+        """Return the words in front of a command: of the box's own namespaces, or of new ones if it can have none."""
+        try:
+            words = self._wrap(self._root(), self._folder, user)
+        except BoxGone:
+            self._end_processes()
+            raise
+        with self._lock:
+            if self._kept is not None and (user != self._user or not self._kept.is_alive):
+                self._kept.close()  # the verifier's "root" has the episode's uid, so the episode's processes end
+                self._kept = None
+            if self._can_keep and self._kept is None:
+                self._kept, self._user = kept_namespaces(words, self._folder), user
+                self._can_keep = self._kept is not None
+            return words if self._kept is None else self._kept.words(self._folder)
+
+    def _end_processes(self) -> None:
+        with self._lock:
+            if self._kept is not None:
+                self._kept.close()
+            self._kept = None
 
     def read(self, path: str) -> bytes:
         found = self._inside(path)
@@ -135,12 +165,15 @@ class LocalBox:
 
     def write(self, path: str, data: bytes) -> None:
         target = self._inside(path)
+        if not (self._root() / target.relative_to(self._root().resolve()).parts[0]).exists():
+            self._end_processes()  # the next namespaces have the new folder
         target.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(target) and not target.is_file():  # a FIFO would wait for a reader
             raise FileExistsError(f"{path!r} is not a regular file in the box. Remove it.")
         target.write_bytes(data)
 
     def stop(self) -> None:
+        self._end_processes()
         _remove(self._home)
 
     def _root(self) -> Path:
