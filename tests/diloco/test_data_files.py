@@ -200,7 +200,10 @@ def test_a_dataset_that_cannot_be_used_is_refused_by_plan(folder: Path, hub: Hub
 @pytest.mark.slow
 def test_a_split_without_the_named_column_and_one_that_overlaps(folder: Path, hub: HubDatasets) -> None:
     written(folder, f"hub:{NAME}/main:train")
-    overlap = ["--set", f"eval.prompts=hub:{NAME}/main:train[25:]"]
+    (folder / "own.py").write_text(
+        "class Own:\n    def reset(self, **row):\n        pass\n"
+    )  # ToolWorld's needs 'kind'
+    overlap = ["--set", f"eval.prompts=hub:{NAME}/main:train[25:]", "--set", "inner.sampling.environment=own.py:Own"]
     other = ["--set", 'inner.data.columns={problem = "prompt"}']
     err = planned(folder, hub, overlap, other)
     assert "5 of the 5 prompts of eval.prompts are among the training prompts" in err[0], err
