@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
-def test_planted_faults_through_every_provider(provider: BoxProvider) -> None:
+def test_planted_faults_through_every_provider(provider: BoxProvider, tmp_path: Path) -> None:
     clock = VirtualClock()
     faulty = Faulty(provider, clock)
     starter = BoxStarter(faulty, clock=clock, sleep=clock.sleep, seed=0, budget_s=1e6)
@@ -155,3 +155,12 @@ def test_planted_faults_through_every_provider(provider: BoxProvider) -> None:
     print(dict(counts))
     assert counts["episodes"] == EPISODES and counts["provider"] == rewards.count(None) > 0 < counts["policy"]
     assert counts["adopted"] > 0 and counts["failed"] > counts["adopted"]
+    if isinstance(provider, LocalBoxes):
+        left = [words for words in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(words)]
+        assert left == [], "no process of a box"
+
+
+def _read(file: Path) -> bytes:
+    with suppress(OSError):  # the process ended
+        return file.read_bytes()
+    return b""

@@ -1,27 +1,37 @@
 """Keeps the namespaces of a local box between its commands, so that a process in the background lives on.
 
-    sh ── bwrap … ── sh ── sleep         ends when our end of a pipe closes (`close`, or the death of this process),
-                     ▲                   and every process of the box with it
-    nsenter -a ──────┘── command         each command enters the namespaces of the box's first process
+    sh ── bwrap … ── sh ── sleep     ends when our end of a pipe closes (`close`, or the death of this process), or by
+                     ▲               end_processes in any process; every process of the box ends with it
+    nsenter ─────────┘── command     each command enters the namespaces of the box's first process
+
+bwrap makes two user namespaces: the outer one owns the others, and the processes have their uid in the inner one. So a
+command enters the outer one, then the others, and then the inner one.
 
 Not promised: an entry where the kernel forbids it, as with a setuid bwrap; then each command has namespaces of its own.
 """
 
+import fcntl
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 # bwrap ends with the thread that started it; a shell's thread does not end before the box
-HOLD = 'exec 3<&0; "$@" </dev/null 3<&- & box=$!; { read -r _ <&3; kill -9 $box; } >/dev/null 2>&1 & wait $box'
+HOLD = '"$@" </dev/null & exec >&-; read -r _; kill -9 $!'
 READY = b"the box is ready\n"
 FIRST = ("sh", "-c", f"echo {READY.decode().strip()}; sleep infinity; exit")  # dash would exec a last command
+OTHERS = {"mnt": "--mount", "pid": "--pid", "uts": "--uts", "ipc": "--ipc", "net": "--net", "cgroup": "--cgroup"}
+NS_GET_USERNS = 0xB701  # an ioctl of namespaces, ioctl_ns(2): the user namespace that owns this one
 
 
 class KeptNamespaces:
-    """The namespaces of one box.   words: in front of a command, they run it in new namespaces."""
+    """The namespaces of one box.   words: in front of a command, they run it in new namespaces.   note: a file for
+    end_processes."""
 
-    def __init__(self, words: Sequence[str]) -> None:
+    def __init__(self, words: Sequence[str], note: Path) -> None:
         self._process = subprocess.Popen(
             ["sh", "-c", HOLD, "_", *words, *FIRST],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -29,19 +39,29 @@ class KeptNamespaces:
         assert self._process.stdout is not None
         with self._process.stdout as told:
             is_ready = told.readline() == READY
-        self._pid = self._find_first() if is_ready else 0
+        self._pid = next(filter(_is_first, _descendants(self._process.pid)), 0) if is_ready else 0
+        with suppress(FileNotFoundError):  # another process removes the box; the next command says so
+            note.write_text(str(self._process.pid))
 
     @property
     def is_alive(self) -> bool:
         """Whether the box's first process runs. An episode can end it: `kill -9 -1`."""
-        return self._process.poll() is None and self._pid > 0 and Path(f"/proc/{self._pid}").exists()
+        return _is_first(self._pid)
 
     def words(self, folder: str) -> list[str]:
-        """Return the words in front of a command that runs in these namespaces and in `folder`."""
-        environ = Path(f"/proc/{self._pid}/environ").read_text(errors="surrogateescape").split("\0")
-        enter = ["nsenter", "-a", "-t", str(self._pid), "--root", "--wd", "--preserve-credentials", "--", "setpriv"]
-        there = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
-        return [*enter, "--no-new-privs", "env", "-i", *(pair for pair in environ if pair), *there]
+        """Return the words in front of a command that runs in these namespaces and in `folder`.   Raises OSError."""
+        there = f"/proc/{self._pid}"
+        with open(f"{there}/ns/mnt", "rb") as mounts:
+            self._owner = FileIO(fcntl.ioctl(mounts, NS_GET_USERNS))  # open until nsenter has opened it
+        new = [name for name in OTHERS if not os.path.samefile(f"{there}/ns/{name}", f"/proc/self/ns/{name}")]
+        words = ["nsenter", f"--user=/proc/{os.getpid()}/fd/{self._owner.fileno()}", "-t", str(self._pid)]
+        words += [*(OTHERS[name] for name in new), "--root", "--wd", "--preserve-credentials", "--"]
+        if not os.path.samestat(os.fstat(self._owner.fileno()), os.stat(f"{there}/ns/user")):
+            pid = Path(f"{there}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1]
+            words += ["nsenter", "-t", pid, "--user", "--preserve-credentials", "--"]
+        environ = Path(f"{there}/environ").read_text(errors="surrogateescape").split("\0")
+        words += ["setpriv", "--no-new-privs", "env", "-i", *(pair for pair in environ if pair)]
+        return [*words, "sh", "-c", 'cd "$0" && exec "$@"', folder]
 
     def close(self) -> None:
         """End every process of the box."""
@@ -49,14 +69,25 @@ class KeptNamespaces:
         self._process.stdin.close()
         self._process.wait()
 
-    def _find_first(self) -> int:
-        """Return the number of the box's first process, as this machine counts; 0 if there is none."""
-        wanted = "\0".join((*FIRST, "")).encode()
-        for pid in _descendants(self._process.pid):
-            with suppress(OSError):
-                if Path(f"/proc/{pid}/cmdline").read_bytes() == wanted:
-                    return pid
-        return 0
+
+def kept_namespaces(words: Sequence[str], folder: str, note: Path) -> KeptNamespaces | None:
+    """Return namespaces that commands can enter; None if the machine has no such thing."""
+    kept = KeptNamespaces(words, note)
+    with suppress(OSError):
+        if kept.is_alive and subprocess.run([*kept.words(folder), "true"], capture_output=True).returncode == 0:
+            return kept
+    kept.close()
+    return None
+
+
+def end_processes(note: Path) -> None:
+    """End every process of a box that this process or another one keeps."""
+    with suppress(OSError, ValueError):
+        pid = int(note.read_text())
+        if HOLD.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # else the number is another process's by now
+            for one in (*_descendants(pid), pid):
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -66,11 +97,8 @@ def _descendants(pid: int) -> Iterator[int]:
             yield from _descendants(child)
 
 
-def kept_namespaces(words: Sequence[str], folder: str) -> KeptNamespaces | None:
-    """Return namespaces that commands can enter; None if the machine has no such thing."""
-    kept = KeptNamespaces(words)
+def _is_first(pid: int) -> bool:
+    """Whether this is the first process of a box. A zombie is not."""
     with suppress(OSError):
-        if kept.is_alive and subprocess.run([*kept.words(folder), "true"], capture_output=True).returncode == 0:
-            return kept
-    kept.close()
-    return None
+        return Path(f"/proc/{pid}/cmdline").read_bytes() == "\0".join((*FIRST, "")).encode()
+    return False

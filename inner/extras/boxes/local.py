@@ -39,10 +39,11 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-from inner.extras.boxes.kept import KeptNamespaces, kept_namespaces
+from inner.extras.boxes.kept import KeptNamespaces, end_processes, kept_namespaces
 from inner.tasks.harbor import MACHINES, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
+PROCESSES = "processes"  # in a box's folder: the number of the process that keeps the box's namespaces
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
 Wrap = Callable[[Path, str, str], list[str]]
 
@@ -147,7 +148,7 @@ class LocalBox:
                 self._kept.close()  # the verifier's "root" has the episode's uid, so the episode's processes end
                 self._kept = None
             if self._can_keep and self._kept is None:
-                self._kept, self._user = kept_namespaces(words, self._folder), user
+                self._kept, self._user = kept_namespaces(words, self._folder, self._home / PROCESSES), user
                 self._can_keep = self._kept is not None
             return words if self._kept is None else self._kept.words(self._folder)
 
@@ -173,8 +174,8 @@ class LocalBox:
         target.write_bytes(data)
 
     def stop(self) -> None:
-        self._end_processes()
         _remove(self._home)
+        self._end_processes()
 
     def _root(self) -> Path:
         root = self._home / "root"
@@ -193,7 +194,11 @@ class LocalBox:
 
 
 def _remove(home: Path) -> None:
-    """Delete a box's folder, box.json last.   If a file cannot be deleted, box.json stays, so `find` lists the box."""
+    """End a box's processes, and delete its folder, box.json last.
+
+    If a file cannot be deleted, box.json stays, so `find` lists the box."""
+    end_processes(home / PROCESSES)
+    (home / PROCESSES).unlink(missing_ok=True)
     for path in [path for path in _entries(home) if path.name != "box.json"]:
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
