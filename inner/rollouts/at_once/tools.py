@@ -158,7 +158,13 @@ def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
 
     async def later(**arguments: Any) -> Any:
         with _faults_are_errors(asyncio.CancelledError, GeneratorExit):
-            return _with_text(await tool(**arguments))
+            try:
+                return _with_text(await tool(**arguments))
+            except asyncio.CancelledError as end:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise RuntimeError("the tool raised CancelledError: it awaited a task that was cancelled") from end
 
     def now(**arguments: Any) -> Any:
         with _faults_are_errors(*(() if is_in_lane() else (KeyboardInterrupt,))):  # Ctrl-C reaches the main thread
