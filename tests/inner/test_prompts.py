@@ -255,6 +255,11 @@ def test_the_command_that_unpacks_a_file_works_as_it_is_written(
             rb'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}',
             r"line 1: .* has \\udc00, half",
         ),
+        (
+            "a.jsonl",
+            rb'{"prompt": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\udc00"}}}]}]}',
+            r"line 1: .* has \\udc00, half",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_by_its_own_name(
