@@ -332,7 +332,7 @@ def versions(report: Report, now: float, spent: Spending | None) -> list[Trouble
     return [
         trouble(
             "versions",
-            f"it runs {name} {session.versions[name]}, and most replicas run {name} {usual[name]}",
+            f"it runs {name} {session.versions[name]}, and other replicas run {name} {usual[name]}",
             advice,
             step=session.joined_step,
             slot=session.slot,

@@ -303,7 +303,7 @@ def test_a_view_walks_over_all_replicas_a_few_times_and_not_once_per_replica(mon
     assert len(asked) < 10 and beats.walks < 10
 
 
-OLDER = "it runs trl 1.15.0, and most replicas run trl 1.16.0"
+OLDER = "it runs trl 1.15.0, and other replicas run trl 1.16.0"
 
 
 @pytest.mark.parametrize(("trl", "told"), [("1.15.0", OLDER), ("1.16.0", "")])

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +211,30 @@ def test_a_fault_of_any_kind_is_the_calls_error(
             raise found.result(PATIENCE_S)[0]
         trainer._sync_tool_dicts[0]["t"]()
     assert passes or str(raised.value)
+
+
+async def one_later() -> int:
+    return 1
+
+
+def some() -> Iterator[int]:
+    yield 1
+
+
+async def some_later() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'one_later' was never awaited")
+@pytest.mark.parametrize("made", [one_later, some, some_later])
+def test_a_result_that_has_not_run_is_the_calls_error(made: Any) -> None:
+    """Before: the model read "<generator object …>", and the tool did nothing."""
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{"t": lambda: made()}], _async_tool_dicts=[{}], environments=None, lanes=None
+    )
+    tools_at_once.prepare_tools(trainer, [[asks(("t", {}))]])
+    with pytest.raises(TypeError, match=r"the tool returned a (coroutine|generator|async_generator), which has not"):
+        trainer._sync_tool_dicts[0]["t"]()
 
 
 @pytest.mark.parametrize("workers", [1, 4])
