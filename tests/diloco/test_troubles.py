@@ -282,6 +282,19 @@ def test_a_wrong_clock_of_one_replica_changes_no_word_about_another(case: str) -
         assert overview(report, now).step_s == pytest.approx(GAP_S, abs=GAP_S / 10)
 
 
+@pytest.mark.parametrize("open_s", [20.0, 3600.0])
+@pytest.mark.parametrize("closers", ["01010100", "01010101", "00000000"])
+def test_a_closer_with_a_fast_clock_that_was_replaced_hides_no_stall(closers: str, open_s: float) -> None:
+    """Before: the open step had lasted -3,600 s, and no trouble named the run that stood."""
+    report, now = skewed(closers, AHEAD, BOTH, open_s)
+    report.beats["r00"] = Beat("r00", 2, 9, "train", 8, 0, 0.0, now - 0.2)
+    seen = overview(report, now).open_s
+    is_dated = "1" in closers  # else no commit has a time that can be right
+    assert seen is not None and (seen == pytest.approx(open_s, abs=GAP_S / 10) if is_dated else seen == 0.0)
+    stalls = [one for one in find_troubles(report, now) if one.kind == "stalled"]
+    assert bool(stalls) == (is_dated and open_s > 3 * GAP_S)
+
+
 class CountedBeats(dict[str, Beat]):
     walks = 0
 
