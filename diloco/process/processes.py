@@ -53,8 +53,16 @@ def device_name() -> str:
 
 def library_versions() -> str:
     """Return the versions of the libraries that compute a pseudogradient, as "torch 2.13.0, trl 1.16.0, …"."""
-    found = {d.name: d.version for name in COMPUTING for d in metadata.Distribution.discover(name=name)}
-    return ", ".join(f"{name} {version.partition('+')[0]}" for name, version in found.items())
+    found = {name: _version_of(name) for name in COMPUTING}
+    return ", ".join(f"{name} {version.partition('+')[0]}" for name, version in found.items() if version)
+
+
+def _version_of(name: str) -> str:
+    for there in metadata.Distribution.discover(name=name):  # the first is imported
+        with suppress(Exception):  # pip may leave a folder without METADATA
+            if version := there.version:
+                return version
+    return ""
 
 
 def process_name(pid: int) -> str:

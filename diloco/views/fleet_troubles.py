@@ -70,7 +70,8 @@ def _median_s(report: Report) -> float:
 def _open_since(report: Report, now: float) -> float:
     """Return the time of the newest commit, or the later begin of a supervisor or of the first running session."""
     begins = [e["at"] for e in report.of_kind("started") if e["who"].startswith(SUPERVISOR)][-1:]
-    running = [x for x in report.sessions if x.how == "running" and x.slot in report.slots]
+    slots = set(report.slots)
+    running = [x for x in report.sessions if x.how == "running" and x.slot in slots]
     joined = [x.joined for x in running if x.joined is not None]
     return max([newest_step_at(report, now), *begins, *([min(joined)] if joined else [])])
 
@@ -331,7 +332,7 @@ def versions(report: Report, now: float, spent: Spending | None) -> list[Trouble
     return [
         trouble(
             "versions",
-            f"it runs {name} {session.versions[name]}, and most replicas run {name} {usual[name]}",
+            f"it runs {name} {session.versions[name]}, and other replicas run {name} {usual[name]}",
             advice,
             step=session.joined_step,
             slot=session.slot,

@@ -270,10 +270,12 @@ def dated_steps(report: Report, now: float) -> list[Step]:
     """Return the newest outer steps, except those that a session with a clock ahead of this machine's has closed.
 
     The time of a step is too early if its closer's clock is behind."""
-    told = [(session_of(beat), beat.at) for beat in report.beats.values()]
-    told += [(step.by, step.at) for step in report.steps[-FOLLOWED:]]
+    newest = report.steps[-FOLLOWED:]
+    beats = (report.beats.get(by.rpartition("-")[0]) for by in {step.by for step in newest})  # of thousands of slots
+    told = [(session_of(beat), beat.at) for beat in beats if beat is not None]
+    told += [(step.by, step.at) for step in newest]
     ahead = {session for session, at in told if at - now >= SKEW_S}
-    return [step for step in report.steps[-FOLLOWED:] if step.by not in ahead]
+    return [step for step in newest if step.by not in ahead]
 
 
 def session_of(beat: Beat) -> str:
@@ -281,11 +283,16 @@ def session_of(beat: Beat) -> str:
 
 
 def newest_step_at(report: Report, now: float) -> float:
-    """Return the Unix time of the newest commit: not before earlier ones, and without its closer's lead."""
-    step = report.steps[-1]
+    """Return the Unix time of the newest commit: not before earlier ones, and without its closer's lead.
+
+    The lead of a session that has been replaced is unknown. Then the usual seconds count from the newest dated step."""
+    step, dated = report.steps[-1], dated_steps(report, now)
     beats = [beat for beat in report.beats.values() if session_of(beat) == step.by]
     lead = max([beat.at - now for beat in beats if beat.at - now >= SKEW_S], default=0.0)
-    return max([step.at - lead, *(min(step.at, now) for step in dated_steps(report, now))])
+    if step.at - lead - now >= SKEW_S and dated:
+        last = max(dated, key=lambda one: one.at)
+        return min(now, last.at + (step.t - last.t) * (seconds_per_step(report.steps) or 0.0))
+    return max([min(step.at - lead, now), *(min(one.at, now) for one in dated)])
 
 
 def is_fresh(beat: Beat, report: Report, now: float) -> bool:

@@ -95,9 +95,10 @@ class Parser(ArgumentParser):
     """argparse's parser, without a usage text before each error."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        verb = self._verb_parser(args[0]) if args else self
-        if verb is not self and "--run" not in verb._option_string_actions:  # `diloco status --run X`
-            args = [word.removeprefix("--run=") for word in args if word != "--run"]
+        if args and "--run" not in (verb := self._verb_parser(args[0]))._option_string_actions:
+            from executors.preflight.mistyped import run_first
+
+            args = run_first(args, [action.dest for action in verb._get_positional_actions()])
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             from executors.preflight.mistyped import unknown_words

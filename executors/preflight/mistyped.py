@@ -2,6 +2,7 @@
 
     diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
     diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
+    diloco logs r01 --run r        ──▶  as `diloco logs r r01`: the run may be written as for `train`
 
 Not promised: that the nearest word is the word that you meant.
 """
@@ -9,8 +10,26 @@ Not promised: that the nearest word is the word that you meant.
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 _CHOICE = re.compile(r"argument (.+?): invalid choice: '?(.*?)'? \(choose from (.*)\)", re.DOTALL)
+
+RUNS = {"run", "old", "store"}  # positional arguments that name a run
+
+
+def run_first(words: Sequence[str], positional: Sequence[str]) -> list[str]:
+    """Return a verb's words with the values of --run as its first arguments.   positional: the verb's."""
+    if not RUNS.intersection(positional[:1]):
+        return [*words]
+    runs, rest, left = list[str](), list[str](), iter(words)
+    for word in left:
+        if word == "--run":
+            runs += islice(left, 1)
+        elif word.startswith("--run="):
+            runs.append(word.removeprefix("--run="))
+        else:
+            rest.append(word)
+    return [*rest[:1], *runs, *rest[1:]]
 
 
 def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:

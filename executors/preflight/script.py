@@ -211,6 +211,8 @@ def _asked_for(text: str, base: Path, path: Path) -> Iterator[tuple[str, Path]]:
         name = file.relative_to(base).as_posix()
         if secret := [one for one in (name, file.resolve().name) if is_secret(one)]:
             raise UsageError(f"--file {text}: {secret[0]} has the name of a secret. Replicas get secrets by --secret")
+        if name != name.encode(errors="replace").decode():
+            raise UsageError(f"--file {text}: the name {name!r} is not UTF-8. Give the file another name")
         yield name, file
 
 
@@ -227,17 +229,22 @@ def _left_out(folders: Sequence[Path], files: Mapping[str, Path], more: Collecti
 def _ignored_by_git(base: Path, names: Sequence[str]) -> set[str]:
     """Return the names that git ignores; an empty set without git or outside a repository.
 
-    git refuses all names if one is in a submodule or behind a link, so we ask git once per folder, about its files."""
-    places = {name: ((base / name).parent.resolve(), (base / name).name) for name in names}
-    ignored = set[tuple[Path, str]]()
-    for folder in {folder for folder, _ in places.values()}:
-        own = "\0".join(file for beside, file in places.values() if beside == folder)
+    git refuses all names if one is in a submodule or behind a link, so we ask once per repository, by real paths."""
+    folders = {folder: folder.resolve() for folder in {(base / name).parent for name in names}}
+    tops = {folder: _repository_of(folder) for folder in set(folders.values())}
+    places = {name: folders[(base / name).parent] / (base / name).name for name in names}
+    ignored = set[Path]()
+    for top in {top for top in tops.values() if top is not None}:
+        own = b"\0".join(os.fsencode(path.relative_to(top)) for path in places.values() if tops[path.parent] == top)
         with suppress(OSError):
-            asked = subprocess.run(
-                ["git", "check-ignore", "-z", "--stdin"], cwd=folder, input=own, capture_output=True, text=True
-            )
-            ignored |= {(folder, file) for file in asked.stdout.split("\0")}
-    return {name for name, place in places.items() if place in ignored}
+            asked = subprocess.run(["git", "check-ignore", "-z", "--stdin"], cwd=top, input=own, capture_output=True)
+            ignored |= {top / os.fsdecode(name) for name in asked.stdout.split(b"\0") if name}
+    return {name for name, path in places.items() if path in ignored}
+
+
+def _repository_of(folder: Path) -> Path | None:
+    """Return the top of the git repository that has the folder, which may be a submodule; None outside of all."""
+    return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
 
 
 def _refuse_large(files: dict[str, Path]) -> None:

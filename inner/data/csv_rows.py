@@ -13,7 +13,7 @@ Not promised: an index that a program sorted or filtered, beside another column 
 import csv
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import dropwhile
+from itertools import chain, dropwhile, islice
 from typing import Any
 
 from inner.errors import InnerError
@@ -62,11 +62,15 @@ def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]
         yield f"row {number}", row
 
 
-def _with_one_unnamed(name: str, rows: Iterable[Numbered]) -> Iterator[Numbered]:
-    """Yield rows with at most one column without a name, which is chosen when all rows are read."""
-    whole, full = list(rows), dict[str, tuple[str, str]]()  # column -> where its first text is, and that text
+def _with_one_unnamed(name: str, rows: Iterator[Numbered]) -> Iterator[Numbered]:
+    """Yield rows with at most one column without a name, which is chosen when all rows of such a file are read."""
+    whole, full = [*islice(rows, 1)], dict[str, tuple[str, str]]()  # column -> where its first text is, and that text
     begins = {c: field.strip() for c, field in (whole[0][1] if whole else {}).items() if c.startswith(UNNAMED)}
-    for number, (where, row) in enumerate(whole if begins else ()):
+    if not begins:
+        yield from chain(whole, rows)
+        return
+    whole += rows
+    for number, (where, row) in enumerate(whole):
         told = {column: row[column] for column in begins if column not in full}
         full |= {c: (where, text) for c, text in told.items() if not _counts(begins[c], text.strip(), number)}
     filled = [column for column in begins if begins[column] or column in full]

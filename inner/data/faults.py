@@ -63,14 +63,13 @@ def prompt_fault(row: Any) -> str:
     return f"is {kind}. {mend}, or take the row out"
 
 
-def half_character(prompt: str | Sequence[Any]) -> str:
-    """Return the escape of a lone surrogate in the prompt, or ""."""
+def half_character(prompt: Any) -> str:
+    """Return the escape of a lone surrogate in the prompt, or in a part of it at any depth, or ""."""
     if isinstance(prompt, str):
         found = HALF.search(prompt)
         return f"\\u{ord(found[0]):04x}" if found else ""
-    values = [v for part in prompt for v in (part.values() if isinstance(part, Mapping) else [])]
-    halves = (half_character(v) for v in values if isinstance(v, str | list))
-    return next(filter(None, halves), "")
+    parts = [*prompt, *prompt.values()] if isinstance(prompt, Mapping) else prompt if isinstance(prompt, list) else []
+    return next(filter(None, map(half_character, parts)), "")
 
 
 def answered_words(name: str, prompts: Sequence[Any]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from inner.data.hub_data import pin_commit
-from inner.data.rendering import as_texts
+from inner.data.rendering import as_texts, whole
 from inner.errors import InnerError
 from inner.models.hub_model import cached_file, fetch_snapshot
 from inner.models.naming import HubError
@@ -75,7 +75,8 @@ def _text_of(tokenizer: Any, prompt: Any, completion: Any) -> str:
         return prompt + completion
     from trl.data_utils import apply_chat_template
 
-    return apply_chat_template({"messages": as_texts(prompt + completion)}, tokenizer)["text"]
+    text = apply_chat_template({"messages": as_texts(prompt + completion)}, tokenizer)["text"]
+    return whole(text)  # a tool call's arguments may have half a character
 
 
 def _read_config(name: str, commit: str, what: str) -> dict[str, Any]:

@@ -245,10 +245,12 @@ def _check_schema(spelling: str, tool: Any, path: Path) -> None:
             f"environment {spelling}: tool {tool.__name__} has a `yield`, so a call would return a generator and run "
             f"nothing. In {path.name}, return one value, for example the joined parts."
         )
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(tool).parameters.values()):
+    kinds = {p.kind for p in inspect.signature(tool).parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
         raise InnerError(
-            f"environment {spelling}: tool {tool.__name__} takes arguments without names (`*`), and a model names "
-            f"each argument. In {path.name}, take a list instead."
+            f"environment {spelling}: tool {tool.__name__} takes arguments without names (`*` or `/`), and a model "
+            f"names each argument. In {path.name}, take a list instead, leave the `/` out, or give the tool's "
+            "decorator functools.wraps."
         )
     try:
         get_json_schema(tool)

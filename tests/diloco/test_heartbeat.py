@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch import nn
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
 from diloco.outer.optimizer import Nesterov, OuterState
-from diloco.process import exitcodes, session
+from diloco.process import exitcodes, processes, session
 from diloco.process.session import Session
 from diloco.replica.replica import _end_session
+from diloco.runlog.sessions import versions_in
 from rendezvous import layout
 from rendezvous.agreement.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
 from rendezvous.agreement.rules import Rules, Timing
@@ -488,3 +490,21 @@ def test_a_beat_is_read_whatever_its_note(clock: ManualClock) -> None:
         mine._beat()
         beat = read_beat(store, mine.slot)
         assert beat is not None and beat.n == mine._beats and len(beat.note) <= 1000
+
+
+@pytest.mark.parametrize(
+    ("metadata", "trl"),
+    [(None, ""), ("", ""), ("Name: TRL\nVersion: 9.9.9+cpu\n", "9.9.9")],
+    ids=["without metadata", "without a version", "a version of its own"],
+)
+def test_a_session_names_the_library_that_it_imports(
+    metadata: str | None, trl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a folder that pip had left incomplete ended each session at its claim; of two versions, that of the
+    other folder was told."""
+    installed = versions_in(processes.library_versions())
+    (tmp_path / "trl-9.9.9.dist-info").mkdir()
+    if metadata is not None:
+        (tmp_path / "trl-9.9.9.dist-info/METADATA").write_text(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert versions_in(processes.library_versions()) == {**installed, **({"trl": trl} if trl else {})}

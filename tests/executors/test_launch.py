@@ -148,6 +148,28 @@ def test_git_is_asked_about_what_lies_behind_a_link_or_in_a_submodule(folder: Pa
     assert set(read().config.files) == {"train.py", "helper.py", "link/a.txt"}
 
 
+def test_git_is_asked_once_about_all_folders_of_a_repository(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: once per folder; 1,500 of them took 15 s."""
+    subprocess.run(["git", "init", "-q"], check=True)
+    (folder / ".gitignore").write_text("kept/b/\n")
+    for name in ("kept/a/x.txt", "kept/a/deep/x.txt", "kept/b/x.txt"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    (folder / "helper.py").write_text("EVERY = 5\nNAMES = 'kept/a/x.txt', 'kept/a/deep/x.txt', 'kept/b/x.txt'\n")
+    asked, run = list[str](), subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda words, **given: asked.append(words[1]) or run(words, **given))
+    assert {name for name in read().config.files if name[:4] == "kept"} == {"kept/a/x.txt", "kept/a/deep/x.txt"}
+    assert asked == ["check-ignore"]
+
+
+def test_a_name_that_is_not_utf_8_is_refused(folder: Path) -> None:
+    """Before: a UnicodeEncodeError with a traceback."""
+    (folder / "odd").mkdir()
+    (folder / "odd/\udcff.txt").touch()
+    with pytest.raises(UsageError, match=r"--file odd: the name 'odd/\\udcff\.txt' is not UTF-8"):
+        read(more=("odd",))
+
+
 def test_a_file_is_found_through_a_link_to_the_folder(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

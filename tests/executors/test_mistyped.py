@@ -61,6 +61,21 @@ def test_run_may_be_written_as_trains_option(typed):
     assert args.run == "X" and args.json == ("--json" in typed)
 
 
+@pytest.mark.parametrize("typed", ["logs r01 --run X", "logs --run=X r01", "logs X r01", "drain r01 --json --run X"])
+def test_run_as_an_option_may_be_the_last_word(typed):
+    """Before: "there is no run at r01"."""
+    args = cli.make_parser([typed.split()[0]]).parse_args(typed.split())
+    assert (args.run, args.slot) == ("X", "r01")
+
+
+@pytest.mark.parametrize("typed", ["init --run X", "check run.toml --run X", "objectives --run=X"])
+def test_a_verb_that_takes_no_run_refuses_one(typed, capsys):
+    """Before: `init` made a project in the folder of a run."""
+    with pytest.raises(SystemExit):
+        cli.make_parser([typed.split()[0]]).parse_args(typed.split())
+    assert "there is no option --run" in capsys.readouterr().err
+
+
 def test_options_that_may_be_given_again(capsys, config):  # noqa: F811
     typed = ["plan", config, "--set", "fleet.steps=3", "--set", "fleet.replicas=1"]
     assert say(capsys, *typed)[0] == 0 and "r01" not in say(capsys, *typed)[1]

@@ -219,6 +219,7 @@ def test_only_a_hint_needs_a_tool_that_can_fail(tmp_path: Path) -> None:
         (BODY + "    def go(self, a: int):\n        yield a\n", "tool go has a `yield`, so a call would return a gen"),
         (BODY + "    async def go(self, a: int):\n        yield a\n", "tool go has a `yield`"),
         (BODY + "    def go(self, *a: int): return a\n", "tool go takes arguments without names"),
+        (BODY + "    def go(self, a: int, /): return a\n", "tool go takes arguments without names"),
         (BODY + TOOL, None),
     ],
 )

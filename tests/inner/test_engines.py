@@ -314,13 +314,19 @@ def test_answers_that_cannot_be_decompressed_or_parsed_end_the_actor_with_a_sent
     engine, waited = answering(monkeypatch, tmp_path, deep)
     with pytest.raises(InnerError, match=r"gave no completions .*recursion.*HTTP 200"):
         engine.sample([1], 1, ASKED)
+    choice = b'{"index": 0, "token_ids": [9], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1%s]}}'
+    far = lambda: httpx.Response(200, content=b'{"choices": [%s]}' % (choice % (b"0" * 400)))  # noqa: E731
+    engine, waited = answering(monkeypatch, tmp_path, far)
+    with pytest.raises(InnerError, match=r"gave no completions .*too large.*HTTP 200"):
+        engine.sample([1], 1, ASKED)
     assert not waited
 
 
 @pytest.mark.parametrize(
     "address",
-    ["localhost:8000", "localhost:8000/v1", "http://", "http://[::1", "http://127.0.0.1:99999", "ftp://x", "//x", ""],
-)
+    ["localhost:8000", "localhost:8000/v1", "http://", "http://[::1", "http://127.0.0.1:99999", "ftp://x", "//x", "",
+     "http://xn--.org", "http://localhost:-1"],
+)  # fmt: skip
 def test_an_address_that_is_no_url_of_a_server_is_refused_at_once(address: str, tmp_path: Path) -> None:
     """Before: 31 tries, or InvalidURL as it was."""
     with pytest.raises(InnerError, match=r"not the URL of a server.*openai:http://localhost:8000/v1"):

@@ -5,6 +5,7 @@ import csv
 import gzip
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from diloco.run.config import ConfigError, load_config
 from inner import InnerConfig, InnerError
+from inner.data.csv_rows import read_csv
 from inner.data.faults import answered_words
 from inner.data.prompts import load_prompts
 from inner.settings.task import DataSettings
@@ -115,6 +117,18 @@ def test_of_columns_without_a_name_the_one_with_texts_stays(tmp_path: Path, text
     """Not the empty ones of a spreadsheet, nor the index that pandas writes: it took the place of a numeric answer."""
     (tmp_path / "train.csv").write_text(text)
     assert read(tmp_path / "train.csv", DataSettings()) == [{"": f, "prompt": "x", "answer": "y"} for f in fields]
+
+
+def test_only_a_csv_with_a_column_without_a_name_is_read_whole_for_its_first_row() -> None:
+    """Before: `check` held each row of a large file in memory to look at the first."""
+
+    def lines(header: str) -> Iterator[str]:
+        yield from (f"{header}\n", "1,x\n")
+        raise EOFError
+
+    assert next(read_csv("a", lines("answer,prompt"))) == ("row 1", {"answer": "1", "prompt": "x"})
+    with pytest.raises(EOFError):
+        next(read_csv("a", lines(",prompt")))
 
 
 def test_an_index_that_was_filtered_is_refused_beside_one_that_counts(tmp_path: Path) -> None:
@@ -239,6 +253,11 @@ def test_the_command_that_unpacks_a_file_works_as_it_is_written(
         (
             "a.jsonl",
             rb'{"prompt": [{"role": "user", "content": [{"text": "\udc00"}]}]}',
+            r"line 1: .* has \\udc00, half",
+        ),
+        (
+            "a.jsonl",
+            rb'{"prompt": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"a": "\udc00"}}}]}]}',
             r"line 1: .* has \\udc00, half",
         ),
     ],

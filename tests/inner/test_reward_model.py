@@ -79,6 +79,17 @@ def test_it_gives_trls_numbers(judge: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(ours), theirs.cpu(), atol=1e-6, rtol=1e-5)
 
 
+def test_a_tool_call_with_half_a_character_has_a_reward(judge: Path) -> None:
+    """Before: a TypeError of the tokenizer for the whole batch. `WORLD`'s template writes a call's name."""
+    call = {"type": "function", "function": {"name": "a\udcff", "arguments": {"b": "\ud83d"}}}
+    completion = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "a", "content": "1"},
+    ]
+    (value,) = make_reward(judge, "judge")(prompts=[WORLD.rows(1, seed=1)[0]["prompt"]], completions=[completion])
+    assert isinstance(value, float)
+
+
 def test_a_run_names_its_commit_and_a_replica_loads_it(hub: HubModels, tmp_path: Path) -> None:
     config = gather_data(config_of(tmp_path / "here", {f"hub:{NAME}": 0.5, "rewards.py:brief": 1.0}))
     pinned = f"hub:{NAME}@{hub.commit(NAME)}"

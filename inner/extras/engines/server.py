@@ -113,7 +113,7 @@ class AdapterServer:
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} completions of {n}")
             read = [_read_choice(choice, settings) for choice in choices]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InnerError(
                 f"{self._address} gave no completions with token ids and log-probs: {error} ({_shown(said)}). An actor "
                 "needs `return_token_ids` and `logprobs` of /v1/completions, as vLLM has them"
@@ -175,9 +175,9 @@ def _checked(address: str) -> str:
     """Return the address.   Raise InnerError unless it is one of HTTP with a host."""
     try:
         url = httpx.URL(address)
-        is_one = url.scheme in ("http", "https") and url.host and (url.port or 0) < 2**16
+        is_one = url.scheme in ("http", "https") and url.host and 0 <= (url.port or 0) < 2**16
         fault = "" if is_one else "it needs http:// or https://, a host, and a port up to 65535"
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: idna cannot read the host
         fault = str(error)
     if fault:
         raise InnerError(
@@ -199,7 +199,7 @@ def _pause_after(last: httpx.Response | Exception, left: float) -> float:
 
 
 def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[float]]:
-    """Return ids and log-probs of one completion.   Raise ValueError, KeyError or TypeError if it lacks them."""
+    """Return ids and log-probs of one completion.   Raise ValueError, LookupError, TypeError or OverflowError."""
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     if not ids or len(ids) != len(logprobs):
         raise ValueError(f"{len(ids or ())} token ids and {len(logprobs)} log-probs")

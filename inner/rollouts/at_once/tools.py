@@ -18,7 +18,7 @@ ignores its cancellation (both are left behind); an async tool that blocks the e
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import iscoroutinefunction
 from typing import Any
@@ -158,7 +158,13 @@ def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
 
     async def later(**arguments: Any) -> Any:
         with _faults_are_errors(asyncio.CancelledError, GeneratorExit):
-            return _with_text(await tool(**arguments))
+            try:
+                return _with_text(await tool(**arguments))
+            except asyncio.CancelledError as end:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                raise RuntimeError("the tool raised CancelledError: it awaited a task that was cancelled") from end
 
     def now(**arguments: Any) -> Any:
         with _faults_are_errors(*(() if is_in_lane() else (KeyboardInterrupt,))):  # Ctrl-C reaches the main thread
@@ -188,4 +194,6 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
 
 def _with_text(result: Any) -> Any:
     """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's."""
+    if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`
+        raise TypeError(f"the tool returned a {type(result).__name__}, which has not run")
     return result if isinstance(result, list) else str(result)
