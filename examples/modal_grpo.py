@@ -27,7 +27,7 @@ from executors.preflight.quote import UsageError, make_offer, slots_of, write_qu
 from executors.supervision.costs import Budget, Costs
 from rendezvous.clock import SystemClock
 
-app = modal.App("diloco-door")  # only a way in: what runs is the run's own app, which outlives this one
+app = modal.App("diloco-door")  # this app only starts the run's own app, which outlives it
 
 
 @app.local_entrypoint()

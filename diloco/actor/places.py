@@ -24,10 +24,10 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
+BEHIND = 2  # a slot more than BEHIND outer steps behind the weights counts as dead; it will train at another place
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
 SPREAD = 8  # an actor chooses among at most so many places of other actors
-NEWEST = 3  # bundles that tell an actor's seconds per bundle
+NEWEST = 3  # an actor's seconds per bundle come from so many bundles
 PROBE_S = 60.0  # the longest wait for the first probe
 MOST_PAUSE = 16  # the longest wait between two probes, in bundles
 

@@ -25,7 +25,7 @@ from rendezvous.records.records import Claim, Commit, Listed
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
 YEAR_9999 = 253402300799.0  # a record may have any number as its time; Python has no later dates
-OPPOSED = -0.1  # a cosine to the mean below this is reported
+OPPOSED = -0.1  # a smaller cosine to the mean is reported
 
 
 def explain(facts: StepFacts) -> list[str]:

@@ -34,7 +34,7 @@ from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_rec
 from rendezvous.store import PatientStore, Store, put_once
 
 PATIENCE_S = 20.0
-MOST = 1e18  # the largest magnitude, as for other rewards
+MOST = 1e18  # the largest magnitude of a reward, also in training
 LONGEST_NAME = 64
 _ROLLOUT = re.compile(r"(r[0-9]{2,5})/([0-9]{1,10})/([0-9]{1,10})/([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(:[0-9]+)?")
 

@@ -72,7 +72,7 @@ def train(replica: Replica, config: RunConfig, model_dir: Path, given: argparse.
             ended = replica.run_round(t, read_weights(model), manager.num_participants() or given.replicas)
             write_weights(model, ended.weights)
             loop.log(**ended.numbers)
-            still.step()  # moves nothing, having no gradients; the outer step hangs on it
+            still.step()  # without gradients it moves nothing, but it triggers the outer step
             print(f"outer step {t}: reward {ended.numbers['reward']:.3f}, θ {loop.state.digest()}", flush=True)
 
 

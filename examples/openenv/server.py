@@ -74,7 +74,7 @@ def tools() -> FastMCP:
 
 
 class Arithmetic(MCPEnvironment):
-    SUPPORTS_CONCURRENT_SESSIONS = True  # without it a second rollout is refused
+    SUPPORTS_CONCURRENT_SESSIONS = True  # if this is False, a second rollout is refused
 
     def __init__(self) -> None:
         super().__init__(tools())
@@ -97,7 +97,7 @@ class Arithmetic(MCPEnvironment):
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **given: Any) -> Observation:
         """A session over WebSocket calls this."""
-        if self._over:  # a rubric would give the episode's score again
+        if self._over:  # else a rubric would give the episode's score again
             return Observation(done=True, metadata={"error": "the episode is over", "error_kind": "refused"})
         seen = await super().step_async(action, timeout_s=timeout_s, **given)
         if not isinstance(seen, CallToolObservation):

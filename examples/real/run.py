@@ -26,7 +26,7 @@ from rendezvous.stores.open import open_store
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "run.toml"
-SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, in an outer step from this one on
+SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, first outer step for it, signal
 
 
 def diloco(*words: str) -> list[str]:

@@ -44,13 +44,13 @@ from inner.settings.channels import ReplaySettings, SdpoSettings
 from inner.settings.task import DataSettings, LoraSettings, SamplingSettings
 from inner.train.build import load_start
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # not examples/: its verl/ and monarch/ would pass for packages
+sys.path.insert(0, str(Path(__file__).parents[2]))  # not examples/, because its verl/ and monarch/ look like packages
 from examples.local_teachers import serving_replies
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ARMS = {"baseline": (0.0, 0.0), "+sdpo": (0.1, 0.0), "+replay": (0.0, 0.3), "full": (0.1, 0.3)}  # α, β
-LATER = {"+replay, anchored": (0.0, 0.3), "full, anchored": (0.1, 0.3)}  # added when seed 0 had ended: nll_weight = 1
+LATER = {"+replay, anchored": (0.0, 0.3), "full, anchored": (0.1, 0.3)}  # arms added after seed 0: nll_weight = 1
 WARM_STEPS, STEPS, EVERY, BATCH, GROUP, LR = 60, 24, 12, 16, 8, 1e-3
 TEACHER_SEED, TEACHER_STEPS = 100, 36
 HELD, FAILED = 64, 64  # held-out prompts; rollouts of θ₀ for the pairs

@@ -49,7 +49,7 @@ NAMES = ("rate", "cost", "span", "gain", "load", "tally", "price", "score", "dep
 MODULES = ("shop", "farm", "bank", "port", "mill", "yard", "dock", "lab")
 LETTERS = tuple("abcdmnuvxy")
 TRAINED, HELD_OUT = (NAMES[:6], MODULES[:4]), (NAMES[6:], MODULES[4:])
-TASKS, HELD = 24, 32  # of the four words alike
+TASKS, HELD = 24, 32  # numbers of tasks; all four words are equally frequent
 WARM_STEPS, STEPS, BATCH, GROUP, LR, EVERY = 900, 80, 64, 16, 1e-3, 20
 SPECIAL = [
     "<pad>",

@@ -144,7 +144,7 @@ def table(world: World, rows: list[Row]) -> str:
 
 
 def slowed(curve: Curve) -> Curve:
-    """The same at half its pace, for as long."""
+    """Return the curve at half its pace, up to the same last step."""
     last = curve[-1][0]
     return [(2 * step, value) for step, value in curve if 2 * step < last] + [(last, at_step(curve, last / 2))]
 

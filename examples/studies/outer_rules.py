@@ -42,7 +42,7 @@ from rendezvous.agreement.rules import Rules
 MACHINES, EVERY, STEPS = 4, 5, 80  # inner steps of each machine
 SEEDS = range(24, 32)
 SHORT_FIRST = [2] * 5 + [5] * 6 + [10] * 4
-GROWS, SHRINKS = (0.6, 1.25), (0.3, 0.8)  # where the cosine is above, below; by what
+GROWS, SHRINKS = (0.6, 1.25), (0.3, 0.8)  # limit of the cosine, and factor of the rate
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def sharing(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
 
 def following(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
     """The inner rate follows the replicas' agreement.  The loops take it for a number of replicas (lr_replicas)."""
-    scale = [2.0]  # of the task's own rate; a schedule takes no number of replicas below 1
+    scale = [2.0]  # times the task's own rate; a schedule accepts no number of replicas below 1
 
     def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
         weights = [1 / len(deltas)] * len(deltas)

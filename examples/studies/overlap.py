@@ -41,7 +41,7 @@ from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 
 SEEDS = range(48, 56)
-MACHINES, BUDGET, SEND = 4, 120, 4  # inner steps: of the whole run's time, of one whole vector's way
+MACHINES, BUDGET, SEND = 4, 120, 4  # in inner steps: the time of the whole run, and the way of one whole vector
 POINTS = 12
 
 

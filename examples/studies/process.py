@@ -59,7 +59,7 @@ def config_of(arm: str) -> InnerConfig:
         file = {"head": HEAD} if shape == "trained" else {"function": f"{CODE.name}:{shape}"}
         weight = 0.25 if option == "quarter" else 1.0
         process = ProcessSettings(weight=weight, credit="rest" if option == "rest" else "turn", **file)
-    told = {f"{CODE.name}:noisy": 1.0, f"{CODE.name}:right": 0.0}  # the right one is scored, and teaches nothing
+    told = {f"{CODE.name}:noisy": 1.0, f"{CODE.name}:right": 0.0}  # the right reward is logged, and teaches nothing
     rewards = RewardSettings(functions=told) if arm[0] == "N" else RewardSettings()
     return InnerConfig(
         batch_size=BATCH, lr=1e-3, process=process, rewards=rewards, toolworld=ToolworldSettings(names=NAMES)

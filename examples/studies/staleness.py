@@ -46,12 +46,12 @@ from rendezvous.agreement.rules import Rules
 
 SEEDS = range(8)
 MACHINES, EVERY, ROUNDS, BATCH = 4, 4, 16, 16
-LR = 1e-3  # of four replicas: half of the product's default, so that rollouts of one's own are safe
+LR = 1e-3  # for four replicas: half of the product's default, so that a replica's own rollouts are safe
 VALUED = 2  # outer steps from one point of a curve to the next
 TASK, PROMPTS = ToolworldSettings(kinds=4, names=8), 128
 FAR = 0.2  # nats per token: the guard's limit, here only a mark
 AGES, CORRECTIONS = (0, 1, 2, 4, 8), ("off", "token", "sequence")
-MODES = {"token": ("token_truncate", 2.0), "sequence": ("sequence_mask", 3.0)}  # TRL's mode, and its clip_max
+MODES = {"token": ("token_truncate", 2.0), "sequence": ("sequence_mask", 3.0)}  # TRL's name, and clip_max
 
 
 def config(batch: int, lr: float) -> InnerConfig:
@@ -110,7 +110,7 @@ class Handed:
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle:
         bundle = self.bundles.pop(place.generation)
         plain = replace(bundle, logprobs=None)
-        if why := unfit(plain):  # all but the guard, which looks at log-probs
+        if why := unfit(plain):  # all checks but the guard's, which looks at log-probs
             raise ValueError(f"{place}: {why}")
         if self.measures:
             self.drifts.append(drift_of(self.loop.trainer, bundle))  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ LINKED = [0.5 * 2 ** (k / 2) for k in range(10)]
 FLEET = [(scale, *outer) for outer in ((0.7, 0.5), (1.0, 0.0)) for scale in (1.0, 2.0, 4.0, 8.0, 16.0)]
 ONE_MACHINE = "alone x1"  # the default of one machine, judged beside the chosen settings
 GOOD_ENOUGH = {"toolworld": 0.05, "text": 0.02}  # reward; share of the loss
-NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: the same
+NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: in the same units
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def process_advantages(
     """Return TRL's advantages plus the turns' advantages, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
-    later = defaultdict(float)  # row -> sum of this and all later gains, for "rest"
+    later = defaultdict(float)  # row -> sum of a turn's gain and all later gains, for "rest"
     for step, gain in sorted(zip(steps, gains, strict=True), key=lambda pair: -pair[0].start):
         later[step.row] += gain
         added[step.row, step.start : step.end] = later[step.row] if process.credit == "rest" else gain

@@ -206,7 +206,7 @@ class _Waits:
         item, self._early = self._early, None
         if item is not None:
             self._workers.start(loop)
-        else:  # again, or in order
+        else:  # the calls are repeated, or they run in order
             item = WorkItem([Call(self._function, given, *args)], self._lanes.limit_s, loop)
             self._lane.run(item)
         self._newest = row, item
