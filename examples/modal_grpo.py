@@ -5,7 +5,7 @@ modal secret create bucket-keys AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… 
 modal run -m examples.modal_grpo --run s3://BUCKET/grpo --secret bucket-keys           shows it; Ctrl-C leaves it
 modal run -m examples.modal_grpo --run … --secret … --gpu L4,A10 --replicas 4 --max-usd 10 --detach
 
-The same command again looks on, from any machine; so does `diloco status URL`.  `diloco stop URL` ends it.
+The same command again, on any machine, shows the run; so does `diloco status URL`.  `diloco stop URL` ends it.
 The same without this file:  diloco train examples/modal_grpo.toml --run URL --executor modal --gpu T4
     --secret bucket-keys --max-usd 2 --detach
 """

@@ -213,7 +213,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
 
 
 def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
-    """Return the name of an actor that you start by hand, and its claimed generation, 0: not claimed yet.
+    """Return the name of an actor that you start by hand, and its claimed generation (0: not claimed).
 
     name: continue as this actor; if not given, take the first name that no process has had.
     """

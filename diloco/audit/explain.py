@@ -69,7 +69,7 @@ def explain_dict(facts: StepFacts) -> dict[str, Any]:
 
 
 def expected_slots(facts: StepFacts) -> list[str]:
-    """Return the slots that the step waits for: in one of the two commits before and not leaving; at step 0 all."""
+    """Return the slots that the step waits for: in either of the two last commits, not leaving; at step 0 all."""
     commit = facts.commit
     newest = {o.slot: o for c in reversed(facts.before) for o in sorted(c.offers, key=lambda o: o.step)}
     if commit.t == 0:

@@ -190,7 +190,7 @@ def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]
 
 
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
-    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only one.
+    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only judge.
 
     Return their number.   Raise ConfigError if there are none, or several names to choose from.
     """
