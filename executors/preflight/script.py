@@ -271,7 +271,7 @@ def _notes(
             yield f"does not send the folder {one}, which {by} names; --file {shlex.quote(one)} sends it"
     for one in arguments:
         if one.partition("=")[0] in OPTIONS:
-            yield f"{one} comes after the script, which gets it; write an option of `diloco launch` before the script"
+            yield f"{one} comes after the script, so the script gets it; options of `diloco launch` must be before it"
 
 
 def _is_folder_here(text: str) -> bool:
