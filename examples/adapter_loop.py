@@ -1,6 +1,6 @@
 """PEFT around a model, make_diloco around both: two processes train one LoRA adapter, and send nothing else.
 
-python examples/adapter_loop.py          kill -9 one process and start the same command again: it goes on
+python examples/adapter_loop.py          kill -9 one process and start the same command again: it continues
 
 make_diloco synchronises the parameters that require a gradient, which are the adapter's. Each process keeps its own
 base, which must be equal in all of them; joining compares the bases. A may be drawn at random: a joining process takes

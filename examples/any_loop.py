@@ -1,6 +1,6 @@
 """Any PyTorch loop, made elastic: two processes that meet in a folder every 10 steps.
 
-python examples/any_loop.py              kill -9 one process and start the same command again: it goes on
+python examples/any_loop.py              kill -9 one process and start the same command again: it continues
 """
 
 import multiprocessing

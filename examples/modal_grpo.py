@@ -53,4 +53,4 @@ def main(
     try:
         print(look_on(found, SystemClock(), view_for(sys.stdout)).text)
     except KeyboardInterrupt:
-        print(f"it goes on: diloco status {run}")
+        print(f"the run continues: diloco status {run}")

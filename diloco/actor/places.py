@@ -122,7 +122,7 @@ def open_places(
     former: the outer step of those weights when the oldest heartbeat was written.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
     takes_s: the actor's seconds for one bundle.   distance: the place's generation minus the slot's next one after
-    the place; below 0: the slot will probably fill the place itself, so the place comes last.
+    takes_s; below 0: the slot will probably fill the place itself, so the place comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness

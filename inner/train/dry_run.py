@@ -160,7 +160,7 @@ def _observation_fault(trainer: Any, row: Mapping[str, Any]) -> str:
         if trainer.environment_factories[None]().reset(**deepcopy(dict(row))) is not None:
             return (
                 "is a text, and what the environment's `reset` returns can only be added to a chat. Write messages, "
-                "inner.data.system, which makes them, or return None."
+                "set inner.data.system (which makes messages), or return None."
             )
     return ""
 
