@@ -161,7 +161,7 @@ class _Waits:
         self._newest: tuple[int, WorkItem] | None = None
 
     def add_early(self, given: Mapping[str, Any]) -> None:
-        """Let the first call start with those of the other environments.   Else each call starts when it is made."""
+        """Add a call before TRL makes it: it starts with the first call of all.   Else each starts when it is made."""
         self._early = WorkItem([Call(self._function, given)], self._lanes.limit_s)
         self._workers.add(self._lane, self._early)
 
