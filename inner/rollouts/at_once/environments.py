@@ -161,7 +161,7 @@ class _Waits:
         self._newest: tuple[int, WorkItem] | None = None
 
     def add_early(self, given: Mapping[str, Any]) -> None:
-        """Add a call before TRL makes it: it starts with the first call of all.   Else each starts when it is made."""
+        """Add a call before TRL makes it, so that it starts with the batch's first call and not when TRL makes it."""
         self._early = WorkItem([Call(self._function, given)], self._lanes.limit_s)
         self._workers.add(self._lane, self._early)
 
