@@ -183,7 +183,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers, pseudogradients and rollouts that no session of this run wrote, in RECENT_STEPS outer steps.
+    """Find invalid offers, doubted rollouts, and poisoned pseudogradients of no known session, in RECENT_STEPS steps.
 
     `diverged` finds a session's own."""
     names = [f"/delta/{session.name}-" for session in report.sessions]

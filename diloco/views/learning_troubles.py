@@ -1,9 +1,9 @@
 """Detect troubles of learning: no signal, rewards that may be hacked, tools, overfitting, masked sequences,
 preferences that make the chosen responses unlikely.
 
-    band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, and at least its floor
+    band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, or as BANDS if wider
       ├─ outside in each of the newest 3 steps, and
-      └─ newest rewards above the first ones by more than their own MAD     ──▶ reward_hacking, from the first outside
+      └─ newest rewards above the first ones by more than their scatter     ──▶ reward_hacking, from the first outside
 
     held out   0.31 ± .02 … 0.24 ± .02     newest < best − 2 · √(se² + se²), while training rewards rose ──▶ overfitting
 

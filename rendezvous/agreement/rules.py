@@ -386,7 +386,7 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
 
 
 def commit_rank(t: int, slot: int, slots: int) -> int:
-    """Return this slot's rank in closing step t: 0, 1 or 2 for three slots that a hash chooses, 3 for all others.
+    """Return this slot's rank in closing step t: 0, 1 or 2 for about three slots (by a hash), 3 for all others.
 
     If every replica looked for all offers, a step would need N² requests.
     """
