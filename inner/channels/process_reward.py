@@ -10,8 +10,8 @@
 nothing from its position, and a rollout gains nothing from more turns. Scores are divided by a standard deviation
 if TRL divides its advantages by one (scale_rewards).
 
-A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn's tokens get only A_i if
-the turn's score is None, if no other rollout of the group has a k-th turn, or if the rollout has no reward.
+A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn has no z if its score is
+None, and z = 0 if no other rollout of the group has a k-th turn. A rollout without a reward gets no scores.
 
 Not promised: losses with one ratio and one advantage per sequence (GMPO): they refuse advantages of shape (B, T).
 """
