@@ -70,7 +70,7 @@ KINDS: Mapping[str, EventKind] = {
         WARNING, "A disk or a quota is full. Writers wait until there is room; nothing that was committed is lost.",
         "free some space; all writers wait for it",
     ),
-    "boxes_failed": EventKind(WARNING, "A sandbox provider gave no box; see its error.", "see its quota, the image"),
+    "boxes_failed": EventKind(WARNING, "A sandbox provider gave no box; see its error.", "check its quota and image"),
     "nothing_learned": EventKind(
         WARNING, "All gradients of the round were zero, for example because all rewards of each group are equal.",
         "is the task too hard or too easy? o shows rollouts with their rewards",

@@ -6,9 +6,9 @@
     θ₀ ─▶ 256 rollouts ─▶ the calls that failed ─▶ teachers (local, simulated) ─▶ pairs per (teachers, threshold)
      └──▶ each arm × seed: the same prompts in the same order ─▶ results.jsonl ─▶ table.md, ablation.png
 
-An arm × seed that is in results.jsonl already is not run again.
+An arm × seed with a row in results.jsonl is not run again.
 
-    steps to .8    the first step where the mean reward of the last three is .8; a run that never gets there counts as
+    steps to .8    the first step where the mean reward of the last three is .8; a run that never reaches it counts with
                    all its steps, so such a mean is a lower bound
     final reward   mean of the last five steps
     right pairs    share of the pairs whose chosen call is the right one
@@ -47,7 +47,7 @@ MAIN = ("baseline", "+sdpo", "+replay", "full")
 
 @dataclass(frozen=True)
 class Arm:
-    """teachers: how many are asked, 0 for no replay.   threshold: so many must agree."""
+    """teachers: the number asked, 0 for no replay.   threshold: so many must agree."""
 
     name: str
     alpha: float = 0.0
@@ -147,7 +147,7 @@ def run(arm: Arm, seed: int, steps: int, model: Path, folder: Path) -> dict[str,
 
 
 def wrong_hint(row: Any, error: str) -> str | None:
-    """The control: as sure of itself as the right one, and wrong."""
+    """Return the control's hint: as certain as the right hint, but wrong."""
     wrong = wrong_name(WORLD, row["kind"])
     return filter_hint(f"hint use {wrong}" if "not found" in error else None, wrong, error)
 
@@ -172,7 +172,7 @@ def pairs_for(arm: Arm, seed: int, model: Path, folder: Path) -> Pairs:
 
 
 def failed_states(seed: int, model: Path, folder: Path) -> list[TraceState]:
-    """The mistakes of θ₀: the calls that failed, of a few generations in which nothing is learned."""
+    """Return the failed calls of θ₀ in a few generations without learning."""
     config = InnerConfig(batch_size=64, lr=1e-12)
     loop = build_inner(config, model, {}, Seeds(data=1000 + seed, noise=1000 + seed))
     states: list[TraceState] = []

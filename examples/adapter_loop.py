@@ -1,10 +1,10 @@
-"""PEFT around a model, make_diloco around both: two processes train one LoRA adapter, and nothing else travels.
+"""PEFT around a model, make_diloco around both: two processes train one LoRA adapter, and send nothing else.
 
-python examples/adapter_loop.py          kill -9 one of the two while it runs, start the same command again: it goes on
+python examples/adapter_loop.py          kill -9 one process and start the same command again: it continues
 
-make_diloco synchronises the parameters that require a gradient, which are the adapter's. The base stays with each
-process and must be the same in all of them; it is compared when they meet. A may be drawn anew: a process that joins
-takes over the run's.
+make_diloco synchronises the parameters that require a gradient, which are the adapter's. Each process keeps its own
+base, which must be equal in all of them; joining compares the bases. A may be drawn at random: a joining process takes
+the run's A.
 """
 
 import multiprocessing
@@ -33,7 +33,7 @@ def base_model() -> LlamaForCausalLM:
 
 
 def batch(slot: str, step: int) -> torch.Tensor:
-    """Sequences that count upwards; a function of where the run is, so that nothing is seen twice."""
+    """Return sequences that count upwards: a function of slot and step, so that none is seen twice."""
     generator = torch.Generator().manual_seed(step * 1000 + int(slot[1:]))
     return (torch.randint(64, (16, 1), generator=generator) + torch.arange(12)) % 64
 

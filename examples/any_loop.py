@@ -1,6 +1,6 @@
 """Any PyTorch loop, made elastic: two processes that meet in a folder every 10 steps.
 
-python examples/any_loop.py              kill -9 one of the two while it runs, start the same command again: it goes on
+python examples/any_loop.py              kill -9 one process and start the same command again: it continues
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ H = 10  # inner steps between two syncs
 
 
 def batch(slot: str, step: int) -> torch.Tensor:
-    """Inner step `step` of a replica: its data are a function of where the run is, so that nothing is seen twice."""
+    """Return a replica's data for inner step `step`: a function of the run's position, so none are seen twice."""
     return torch.randn(64, 8, generator=torch.Generator().manual_seed(step * 1000 + int(slot[1:])))
 
 

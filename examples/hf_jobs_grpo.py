@@ -2,7 +2,7 @@
 
 pip install -c constraints.txt -e '.[local,serverless]' && hf auth login
 export AWS_ACCESS_KEY_ID=HFAK… AWS_SECRET_ACCESS_KEY=…        S3 keys of your namespace, from its token settings
-python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo                the plan and its price; then it asks
+python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo                the plan, its price, a question
 python examples/hf_jobs_grpo.py hf://buckets/NAMESPACE/BUCKET/grpo --detach       the supervisor is a job too
 
 Watch it from anywhere with `diloco status URL` and `diloco logs URL r00 -f`; end it with `diloco stop URL`.

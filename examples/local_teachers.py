@@ -3,12 +3,12 @@
     python examples/local_teachers.py --port 8000          then: --base-url http://127.0.0.1:8000/v1 --teacher expert-0
 
     asked "op3 4 5"                             answers with a call of one of ToolWorld's tools
-    right with probability `accuracy`           else, half of the time, with the mistake that all teachers share
+    right with probability `accuracy`           else half of the answers have the mistake that all teachers share
     told what a tool said                       repeats it; after an error, calls again
 
-An answer is a function of teacher and question. Tokens are counted as words, so that costs can be counted too.
+An answer is a function of teacher and question. Words count as tokens, so that costs can be computed.
 
-Not promised: that real teachers are like this. They are slower, dearer, and wrong in other ways.
+Not promised: that real teachers are like this. They are slower, cost more, and make other mistakes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ Reply = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def answer(world: ToolWorld, teacher: str, messages: Sequence[Mapping[str, Any]], accuracy: float) -> dict[str, Any]:
-    """The teacher's turn."""
+    """Return the teacher's turn."""
     last = messages[-1]
     if last["role"] == "tool" and not str(last["content"]).startswith("{'error'"):
         return {"role": "assistant", "content": str(last["content"])}
@@ -50,7 +50,7 @@ def tool_name(world: ToolWorld, teacher: str, asked: str, kind: int, accuracy: f
 
 
 def wrong_name(world: ToolWorld, kind: int) -> str:
-    """One that does not exist, the same every time."""
+    """Return a tool name that does not exist, the same every time."""
     wrong = [world.name(kind, s) for s in range(world.names) if world.name(kind, s) != world.right_name(kind)]
     return wrong[Random(4321 + kind).randrange(len(wrong))]
 
@@ -74,13 +74,13 @@ def reply(world: ToolWorld, body: Mapping[str, Any], accuracy: float) -> dict[st
 
 
 def serving(world: ToolWorld, accuracy: float = 0.8, port: int = 0) -> AbstractContextManager[str]:
-    """Serve ToolWorld's teachers until the `with` ends; -> the base URL."""
+    """Serve ToolWorld's teachers until the `with` ends. Gives the base URL."""
     return serving_replies(lambda body: reply(world, body, accuracy), port)
 
 
 @contextmanager
 def serving_replies(reply: Reply, port: int = 0) -> Iterator[str]:
-    """Serve until the `with` ends; -> the base URL.   reply: a request's body -> the answer's."""
+    """Serve until the `with` ends. Gives the base URL.   reply: a request's body -> the answer's."""
     server = ThreadingHTTPServer(("127.0.0.1", port), _handler(reply))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()

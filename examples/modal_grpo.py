@@ -5,7 +5,7 @@ modal secret create bucket-keys AWS_ACCESS_KEY_ID=… AWS_SECRET_ACCESS_KEY=… 
 modal run -m examples.modal_grpo --run s3://BUCKET/grpo --secret bucket-keys           shows it; Ctrl-C leaves it
 modal run -m examples.modal_grpo --run … --secret … --gpu L4,A10 --replicas 4 --max-usd 10 --detach
 
-The same command again looks on, from any machine; so does `diloco status URL`.  `diloco stop URL` ends it.
+The same command again, on any machine, shows the run; so does `diloco status URL`.  `diloco stop URL` ends it.
 The same without this file:  diloco train examples/modal_grpo.toml --run URL --executor modal --gpu T4
     --secret bucket-keys --max-usd 2 --detach
 """
@@ -27,7 +27,7 @@ from executors.preflight.quote import UsageError, make_offer, slots_of, write_qu
 from executors.supervision.costs import Budget, Costs
 from rendezvous.clock import SystemClock
 
-app = modal.App("diloco-door")  # only a way in: what runs is the run's own app, which outlives this one
+app = modal.App("diloco-door")  # this app only starts the run's own app, which outlives it
 
 
 @app.local_entrypoint()
@@ -53,4 +53,4 @@ def main(
     try:
         print(look_on(found, SystemClock(), view_for(sys.stdout)).text)
     except KeyboardInterrupt:
-        print(f"it goes on: diloco status {run}")
+        print(f"the run continues: diloco status {run}")

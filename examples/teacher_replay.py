@@ -1,18 +1,18 @@
-"""From traces to preference pairs: what would three stronger models have done?
+"""Make preference pairs from traces: what would three stronger models have done?
 
     diloco traces runs/first --to traces.jsonl                                   your own run's rollouts, or
     python examples/teacher_replay.py traces.jsonl --failed --usd 2.00 --to pairs.jsonl
     python examples/teacher_replay.py traces.json --format tau-bench --usd 2.00 --to pairs.jsonl      other people's
 
     traces ─▶ states ─▶ three teachers, at most $2.00, answers in pairs.ledger ─▶ pairs.jsonl ─▶ inner.replay.pairs
-                        killed? the same command goes on, and pays for nothing twice
+                        after a kill, the same command continues, and pays for no answer twice
 
 --failed asks only where the student's action failed, --unsure 0.5 only where its group was that unsure (in nats).
-Traces of others do not say how unsure their agent was: --entropy-of MODEL measures it with a model of yours, in nats
-per token, before the teachers are asked.
+Other people's traces do not say how unsure their agent was: --entropy-of MODEL measures it with your model, in nats per
+token, before the teachers are asked.
 
 Needs OPENROUTER_API_KEY, or your own endpoint: --base-url http://127.0.0.1:8000/v1 --teacher MODEL --teacher OTHER.
-With data-juicer installed, --normalize leaves out what is too short, too long, garbage or there twice.
+With data-juicer installed, --normalize leaves out pairs that are too short, too long, garbage or repeated.
 
 Not promised: good pairs from few teachers. Read some before you train on them.
 """
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measured(name: str, states: list[TraceState]) -> list[TraceState]:
-    """The states with the entropy of this model: a folder, or a name on the Hub."""
+    """Return the states with this model's entropy.   name: a folder, or a name on the Hub."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from inner.channels.state_entropy import measure_entropy

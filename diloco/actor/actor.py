@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # seconds between two looks for an open place
 FLUSH_S = 10.0  # seconds between two checks whether the run is over, and between two log objects
-MOST_AHEAD = 100  # an actor's name that you choose may have a number at most this far above the used ones
+MOST_AHEAD = 100  # the number in a name that you choose may be at most this far above the used numbers
 SLOW = 3.0  # an owner that has not filled its place after this many times a bundle's seconds may be dead
 
 
@@ -88,7 +88,7 @@ class Actor:
         self._open_since: dict[tuple[str, int], float] = {}
         self._ranks: dict[tuple[str, int], int] = {}  # slot, session -> number of ranks
         self._speed = Speed()
-        self._steps: list[tuple[float, int]] = []  # time of a look, outer step of the weights then
+        self._steps: list[tuple[float, int]] = []  # the time of a look at the weights, and their outer step
         self._status.enter_phase("sample", 0)
 
     def _progress(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class Actor:
             self._sampler.load()
             self._status.step = newest.step
         elif self._run.record.parent.url and not self._status.step:
-            return False  # the model's files are its ancestor's start; the first broadcast has this run's weights
+            return False  # the model's files hold its ancestor's start; the first broadcast has this run's weights
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
         places_of = partial(
@@ -157,7 +157,7 @@ class Actor:
         generation, rank = divmod(number, ranks)
         made = self._sampler.sample(share_of(self._run.config, slot), number)
         self._session.watchdog.rest()
-        bucket = self._session.rv.store.store  # without retries, which outlast the use of a bundle
+        bucket = self._session.rv.store.store  # without retries: a bundle that is so late is useless
         places = BucketPlaces(
             bucket, clock, self._session.emit, run=self._run.record.nonce, slot=slot, by=0,
             engine=self._sampler.engine, staleness=staleness_of(self._run.config), actor=self._session.rv.slot,
@@ -213,7 +213,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
 
 
 def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
-    """Return the name of an actor that you start by hand, and its claimed generation, 0: not claimed yet.
+    """Return the name of an actor that you start by hand, and its claimed generation (0: not claimed).
 
     name: continue as this actor; if not given, take the first name that no process has had.
     """

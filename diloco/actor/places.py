@@ -24,10 +24,10 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-BEHIND = 2  # a slot that is more outer steps behind the weights counts as dead; it will train at another place
+BEHIND = 2  # a slot more than BEHIND outer steps behind the weights counts as dead; it will train at another place
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
 SPREAD = 8  # an actor chooses among at most so many places of other actors
-NEWEST = 3  # bundles that tell an actor's seconds per bundle
+NEWEST = 3  # an actor's seconds per bundle come from so many bundles
 PROBE_S = 60.0  # the longest wait for the first probe
 MOST_PAUSE = 16  # the longest wait between two probes, in bundles
 
@@ -121,8 +121,8 @@ def open_places(
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
     former: the outer step of those weights when the oldest heartbeat was written.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
-    takes_s: the actor's seconds for one bundle.   distance: generations from the slot's position after takes_s to
-    the place; below 0: the slot will probably fill the place itself, so the place comes last.
+    takes_s: the actor's seconds for one bundle.   distance: the place's generation minus the slot's next one after
+    takes_s; below 0: the slot will probably fill the place itself, so the place comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness

@@ -129,7 +129,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 STDERR = 2  # the file descriptor, because sys.stderr may be another stream
-UNCLEAR, COULD_NOT_RUN = 125, 126  # 126 and more: no such command, a signal
+UNCLEAR, COULD_NOT_RUN = 125, 126  # from 126 on: no such command, or a signal
 
 
 @dataclass(frozen=True)

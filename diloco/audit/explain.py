@@ -25,7 +25,7 @@ from rendezvous.records.records import Claim, Commit, Listed
 CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
 YEAR_9999 = 253402300799.0  # a record may have any number as its time; Python has no later dates
-OPPOSED = -0.1  # a cosine to the mean below this is reported
+OPPOSED = -0.1  # a smaller cosine to the mean is reported
 
 
 def explain(facts: StepFacts) -> list[str]:
@@ -69,7 +69,7 @@ def explain_dict(facts: StepFacts) -> dict[str, Any]:
 
 
 def expected_slots(facts: StepFacts) -> list[str]:
-    """Return the slots that the step waits for: in one of the two commits before and not leaving; at step 0 all."""
+    """Return the slots that the step waits for: in either of the two last commits, not leaving; at step 0 all."""
     commit = facts.commit
     newest = {o.slot: o for c in reversed(facts.before) for o in sorted(c.offers, key=lambda o: o.step)}
     if commit.t == 0:

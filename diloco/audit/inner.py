@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
-LOOKED_AT = 20  # about so many bundles of a slot are read to find the number of its process's threads
+LOOKED_AT = 20  # about so many of a slot's bundles are read for its process's number of threads
 
 Tell = Callable[[str], None]
 

@@ -82,7 +82,7 @@ class OfflineScorer:
                 seed=derive_seed(self.run.config.seed, "eval", at),
                 may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
             )  # fmt: skip
-        except RewardFailed as error:  # its own message is for a fleet, which restarts the session
+        except RewardFailed as error:  # its own message is for a fleet, whose sessions are restarted
             columns = ", ".join(sorted(rows[0]))
             raise ConfigError(
                 f"the reward gave no number for any of these prompts: {error.__cause__ or error}. The prompts have "

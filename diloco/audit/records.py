@@ -47,7 +47,7 @@ class RecordCheck:
         self.manifests: dict[int, Snapshot] = {}
         self.logged, self.left = _read_logs(self._ahead), _read_leaves(store)
         self._after: dict[int, str | None] = {0: None}  # step -> digest of the commit before it
-        self._claims = set[tuple[str, int]]()  # sessions whose claims were looked for
+        self._claims = set[tuple[str, int]]()  # sessions whose claims were requested
 
     def head(self) -> int:
         """Return the first open step, or the first missing commit."""

@@ -34,7 +34,7 @@ from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_rec
 from rendezvous.store import PatientStore, Store, put_once
 
 PATIENCE_S = 20.0
-MOST = 1e18  # the largest magnitude, as for other rewards
+MOST = 1e18  # the largest magnitude of a reward, also in training
 LONGEST_NAME = 64
 _ROLLOUT = re.compile(r"(r[0-9]{2,5})/([0-9]{1,10})/([0-9]{1,10})/([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})(:[0-9]+)?")
 
@@ -190,7 +190,7 @@ def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]
 
 
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
-    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only one.
+    """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only judge.
 
     Return their number.   Raise ConfigError if there are none, or several names to choose from.
     """

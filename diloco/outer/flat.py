@@ -33,7 +33,7 @@ from diloco.run.config import OuterError
 
 PART = 1 << 24  # elements that are copied at once from a device: 64 MiB
 SHOWN = 3  # at most so many names in an error
-WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}  # modules around a model's own
+WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}  # how wrappers show in parameter names
 
 
 class FlatFragment(nn.Module):

@@ -70,7 +70,7 @@ class OuterLoop:
         self.state = OuterState(self.thetas, outers)
         self.h = [0] * rules.fragments  # inner steps inside each fragment's Δ
         self._mark = time.monotonic()
-        self._numbers: dict[str, list[float | Tensor]] = {}  # logged since the last sync
+        self._numbers: dict[str, list[float | Tensor]] = {}  # numbers that log() got since the last sync
         self._logs = False  # whether log() was called
         self._stale: int | None = None  # the fragment whose θ a caught-up step has changed
         self._hooks: list[Any] = []

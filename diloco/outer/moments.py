@@ -4,7 +4,7 @@
     r01-2                                          residual ─▶ its own AdamW, before its first inner step
 
 m and v are fp32 vectors in flat order, which also hold bfloat16 moments; step has one number per parameter.  An
-adapter's moments are a few megabytes. A whole model's moments are twice the model, and are not passed on.
+adapter's moments are a few megabytes. Above MOST_BYTES, as in most whole models, they are not passed on.
 
 Not promised: moments of optimizers other than torch's Adam and AdamW, of a killed replica, or of several ranks.
 A session with moments has no warm-up of its own (inner/models/optim.py).

@@ -157,7 +157,7 @@ class StoreRounds:
         def run_round() -> Commit:
             offer()
             commit = self._settle_mean(delta)
-            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # delays no inner step here
+            self._ahead = self.session.rv.chain.read(commit.t + 1) is not None  # this read delays no inner step
             return commit
 
         self.in_flight = flight = InFlightRound(run_round)

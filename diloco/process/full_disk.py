@@ -16,7 +16,7 @@ from rendezvous.errors import GaveUp
 if TYPE_CHECKING:
     from diloco.process.session import Session
 
-AGAIN_S = 2.0  # between two tries
+AGAIN_S = 2.0  # seconds between two tries
 
 
 def full_disk_words(error: OSError, what: str) -> str:

@@ -70,7 +70,7 @@ def open_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - lives as we do
-    own = ("strict", "surrogateescape")  # Python's own choices; else PYTHONIOENCODING says how
+    own = ("strict", "surrogateescape")  # Python's own choices; PYTHONIOENCODING has set any other
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in own:
         sys.stdout.reconfigure(errors="replace")
 

@@ -41,7 +41,7 @@ ORPHAN_GRACE_S = 40.0  # time to leave, for an inner step and its upload; then t
 UPLOAD_S = 300.0  # time for the upload of the last offer
 WEIGHTS_PATIENCE_S = 10.0
 LAST_WORDS_S = 10.0  # time to write the session's end into the bucket
-STEP_S = 0.5  # between two checks in a pause whether this replica was asked to leave
+STEP_S = 0.5  # seconds between two checks, in a pause, whether this replica was asked to leave
 
 
 class Session:

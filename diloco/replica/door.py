@@ -201,7 +201,7 @@ class ModelCheck:
 
     def _weights_of(self, step: int) -> FollowedWeights | None:
         if self._newest is None or self._newest.step != step:
-            self._newest = None  # the follower writes over its tensors
+            self._newest = None  # the follower will write over these tensors
             self._newest = self._follower.weights_of(step) if step else self._start()
         return self._newest
 

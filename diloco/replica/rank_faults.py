@@ -16,7 +16,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
         'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
         "[inner.vllm] generates for one process": inner.vllm is not None,
-        "inner.process.head scores with a model that is not in shards, which only [inner.lora] has": (
+        "inner.process.head scores with a whole model, and without [inner.lora] it is in shards": (
             inner.process is not None and inner.process.head is not None and inner.lora is None
         ),
         '[inner.process] with scale_rewards = "batch" compares the turns of one process': (
@@ -26,7 +26,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'inner.grpo.objective = "{inner.grpo.objective}" was tested in one process only': (
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
-        'inner.optimizer = "muon" needs matrices that are not in shards, which only [inner.lora] has': (
+        'inner.optimizer = "muon" needs matrices that are whole, and without [inner.lora] they are in shards': (
             inner.optimizer == "muon" and inner.lora is None
         ),
         f'inner.optimizer = "{inner.optimizer}" was tested in one process only': (
@@ -42,7 +42,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
         ),
         "inner.lora.base was tested in one process only": inner.lora is not None and inner.lora.base is not None,
-        "fleet.record_rollouts (and so actors) needs a model that is not in shards, which only [inner.lora] has": (
+        "fleet.record_rollouts (and so actors) needs a whole model, and without [inner.lora] it is in shards": (
             fleet.record_rollouts and inner.lora is None
         ),
     }

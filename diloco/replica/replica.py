@@ -140,7 +140,7 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 def _is_preflight(session: Session) -> bool:
     """Whether an error may concern all replicas: no outer step is committed, and this session has not begun to train.
 
-    A later error counts as temporary, or as one of this machine, and ends only this session (decision 025)."""
+    A later error counts as temporary, or as this machine's own, and ends only this session (decision 025)."""
     return session.rv.members.status.phase == "boot" and session.rv.store.get(layout.commit_key(0)) is None
 
 

@@ -138,7 +138,7 @@ class OldBundles:
         if self._began < 0:
             self._began = self._newest
             others = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)} - set(self._steps)
-            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # bundles of others
+            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # bundles of other slots
         since = self._parent + read_reach(self._store).since
         for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
             self._store.delete(self._store.list(prefix))
@@ -170,7 +170,7 @@ class BucketPlaces:
         self._anew = anew
         self._kind = required_digest_kind(store)
         self._attempt = 0  # the first free attempt in the newest place
-        self._outer, self._found, self._expired = -1, 0, 0  # the newest place's outer step, and this step's counts
+        self._outer, self._found, self._expired = -1, 0, 0  # outer step of the newest place; two counts of this step
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
         self.after_put: Callable[[BundlePlace], None] = lambda place: None

@@ -102,7 +102,7 @@ def refuse_engine(config: "RunConfig", typed: str) -> None:
     kind, _, address = typed.partition(":")
     if typed in ("", "transformers"):
         return
-    is_usable = "://" in address if kind == "openai" else address or typed == "mlx"  # alone: the run's start model
+    is_usable = "://" in address if kind == "openai" else address or typed == "mlx"  # "mlx": the run's start model
     if kind not in ENGINES or not is_usable:
         raise ConfigError(
             f"the actor's engine {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx or "

@@ -84,7 +84,7 @@ class OuterConfig(Table):
                 raise OuterConfigError(f"outer.{f.name} is an integer of {value.bit_length()} bits; use at most 53")
         _check_turns(self)
         if isinstance(self.lr, str) and self.lr != "auto":
-            raise OuterConfigError(f'outer.lr = {self.lr!r} is not a number. "auto" is the only word for it')
+            raise OuterConfigError(f'outer.lr = {self.lr!r} is not a number. The only text allowed is "auto"')
         if 0 < self.norm_gate < 2:
             raise OuterConfigError(
                 f"outer.norm_gate = {self.norm_gate} would damp sound replicas, too: it is a multiple of the typical "

@@ -172,7 +172,7 @@ def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
 def set_desired(store: Store, clock: Clock, fleet: FleetConfig, *, counts_steps: bool = True) -> Wanted:
     """Write a control record with the desired fleet, unless the newest one has it and the run was not stopped.
 
-    counts_steps: False for a launched script, which says how many outer steps it asks for."""
+    counts_steps: False for a launched script, which itself sets the number of outer steps."""
     stands = read_control(store)
     asked = {"replicas": fleet.replicas, "min_replicas": fleet.quorum}
     asked |= {"steps": fleet.steps} if counts_steps else {}

@@ -67,7 +67,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 
 
 def refuse_second(run: str | Store) -> None:
-    """Raise OuterError if this process has already trained in the run, to its end if you started the process."""
+    """Raise OuterError if this process has trained in the run; if you started the process, only after the run's end."""
     session = LAUNCHED.get(one_spelling(run))
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
     if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):

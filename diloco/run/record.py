@@ -124,7 +124,7 @@ class RunRecord(Record):
 class ModelRecord(Record):
     """The record model/manifest.json.   files: name -> {"key", "digest"}.   layout: [name, shape, dtype] in flat order.
 
-    hub: {"model", "commit"} of a start model on the Hub; then a file's key is "".   {}: its files are in the bucket.
+    hub: {"model", "commit"} of a start model on the Hub, whose files' keys are ""; {} if its files are in the bucket.
     An adapter's files (adapter/…) are always in the bucket.
     theta: digest of θ₀ as flat fp32 (diloco/model/start_model.py); "" in a run of an older release.
     base: digest of the frozen weights under an adapter (outer/flat.py); "" if the whole model is trained.

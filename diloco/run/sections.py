@@ -134,7 +134,7 @@ class LogConfig(Table):
     error: ClassVar[type[Exception]] = ConfigError
 
     to: list = setting(list, "wandb, trackio, tensorboard: any of them, none by default.")
-    project: str = setting("", "Project of wandb and trackio; left out: WANDB_PROJECT, or diloco.")
+    project: str = setting("", "Project of wandb and trackio (default: WANDB_PROJECT, or diloco).")
     folder: str = setting(FOLDER, "Folder of TensorBoard's event files, on the machine where the supervisor runs.")
     samples: int = setting(
         SAMPLES, "Completions per outer step in a table, over all replicas; 0 for none.", least=0, most=64

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 FIRST_SLOTS = 4  # slots whose claims and heartbeats are requested before the number of slots is known
 CONTROLS = 8  # requested at once
-FAR, NEAR = 10, 3  # keys that the first round of a search requests, without and with a known length
-NEW_CLAIMS = 2  # the same for a slot with known claims: few slots are claimed twice between two looks
+FAR, NEAR = 10, 3  # `reach` in the first round of a search, without and with a known length
+NEW_CLAIMS = 2  # like FAR, for a slot with known claims: few slots are claimed twice between two looks
 GROWING = 2  # newest generations whose logs may still grow
 FAN = 16  # keys requested at once between two bounds
 CLOSE = 4  # successive keys; if a series grew by fewer, one round finds its length
@@ -50,7 +50,7 @@ Numbered = Callable[[int], str]  # n -> key
 @dataclass
 class Series:
     """A series of numbered records.   low: at least so many exist.   high: no record has this number.
-    reach: keys to probe.   then(n): called when the length n is known."""
+    reach: galloping keys.   then(n): called when the length n is known."""
 
     key: Numbered
     low: int

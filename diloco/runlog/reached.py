@@ -61,7 +61,7 @@ def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS
 def refuse_lost(store: Readable, head: int, folders: Iterable[str] = ()) -> None:
     """Raise ChainBroken if a record shows that the run has passed `head`, the first step without a commit.
 
-    folders: to list; by default those that are short."""
+    folders: list these; by default, the short ones."""
     folders = folders or (layout.SNAPSHOTS, layout.LEAVES, layout.offers_prefix(head + 1))
     if (lost := lost_commit(store, head, folders)) is not None:
         raise ChainBroken(lost.in_words())
@@ -101,7 +101,7 @@ def refuse_broken_chain(store: Readable) -> None:
 def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
     """Write into `report.damage` which commit is lost or altered.
 
-    folders: those to list.   None: few, and only if a heartbeat or a log names a step above the head, to be quick."""
+    folders: list these. None: list two, and only if a heartbeat or a log names a step above the head, to be quick."""
     head = max(len(report.steps), report.taken) if is_in_bucket(report.config) else report.head
     told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
     cheap = (layout.SNAPSHOTS, layout.offers_prefix(head + 1)) if max(told, default=0) > head else ()

@@ -64,7 +64,7 @@ class Report:
 
     @property
     def progress(self) -> str:
-        """Return the outer steps taken and wanted: "3 of 20"; "3" if fewer or none are wanted."""
+        """Return the outer steps taken and wanted: "3 of 20"; "3" if fewer than 3, or 0, are wanted."""
         return f"{self.head} of {self.wanted.steps}" if self.wanted.steps >= max(1, self.head) else f"{self.head}"
 
     @property

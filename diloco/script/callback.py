@@ -218,7 +218,7 @@ class DiLoCoCallback(TrainerCallback):
         self.manager = manager = lead(claim)
         self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
-        if tell(manager, one_spelling(self.run) in LAUNCHED):  # rank 0 alone knows
+        if tell(manager, one_spelling(self.run) in LAUNCHED):  # only rank 0 knows this
             self._on_join(manager.session, partial(tell, manager))  # for `diloco export`
         elif manager.session is not None:  # a launched replica's process reports its end itself
             atexit.register(self._leave_after_error)

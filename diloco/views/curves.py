@@ -29,8 +29,8 @@ from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import NUMBERS, Step
 
-PATIENCE_S = 600.0  # age of a commit at which its row waits for no replica any more; the default of a run's give_up_s
-EVALUATION_S = 1800.0  # the same for a row that waits for an evaluation, which may take minutes
+PATIENCE_S = 600.0  # age of a commit from which its row waits for no replica; equal to the default of a run's give_up_s
+EVALUATION_S = 1800.0  # such an age for a row without an evaluation, which may take minutes
 SILENT_S = 60.0  # a replica without a heartbeat for so long is not awaited, unless a commit counts it
 SUMS = (*COUNTS, "samples", "bytes_up", "bytes_down")
 OUTER = (*NUMBERS, "outer_lr", "moved", "participants", "empty")

@@ -44,7 +44,7 @@ LOSSES = 3
 CALM_STEPS = 20  # counted outer steps of a slot after which earlier losses are forgotten
 BUDGET_SHARE = 0.8
 RECENT_STEPS = 10  # older steps are not reported
-WAITS = 0.25  # of a replica's time
+WAITS = 0.25  # share of a replica's time that it waits
 LEAST_WAITS = 3  # minimal number of timed steps among the newest
 SNAPSHOT_SLACK = 3  # outer steps: for the writing of a snapshot, its manifest, and the commit that names it
 
@@ -184,9 +184,9 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find invalid offers, pseudogradients and rollouts that no session of this run wrote, in RECENT_STEPS outer steps.
+    """Find invalid offers, doubted rollouts, and poisoned pseudogradients of no known session, in RECENT_STEPS steps.
 
-    `diverged` finds those of a session."""
+    `diverged` finds a session's own."""
     names = [f"/delta/{session.name}-" for session in report.sessions]
     recent = _recent(report, "bad_offer", "poisoned", "rollouts_doubted")
     found = [e for e in recent if not any(name in str(e.get("blob", "")) for name in names)]
@@ -313,7 +313,7 @@ def _skew(beat: Beat, report: Report, now: float) -> float:
     skew = beat.at - min(written_at(beat, report, now), now)
     if abs(skew) >= SKEW_S or now - beat.at < SKEW_S:
         return skew
-    latest = fall = 0.0  # of commits: a later one with an earlier time
+    latest = fall = 0.0  # times of commits: a later commit may have an earlier time
     for step in dated_steps(report, now):
         if step.by == session_of(beat):
             fall = max(fall, latest - step.at)

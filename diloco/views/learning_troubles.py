@@ -1,9 +1,9 @@
 """Detect troubles of learning: no signal, rewards that may be hacked, tools, overfitting, masked sequences,
 preferences that make the chosen responses unlikely.
 
-    band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, and at least its floor
+    band of KL, entropy, length     median ± 6 · 1.4826 · MAD of the run's first 10 outer steps, or as BANDS if wider
       ├─ outside in each of the newest 3 steps, and
-      └─ newest rewards above the first ones by more than their own MAD     ──▶ reward_hacking, from the first outside
+      └─ newest rewards above the first ones by more than their scatter     ──▶ reward_hacking, from the first outside
 
     held out   0.31 ± .02 … 0.24 ± .02     newest < best − 2 · √(se² + se²), while training rewards rose ──▶ overfitting
 
@@ -33,10 +33,10 @@ WIDTH = 6 * 1.4826  # half of the band's width, in units of MAD: six standard de
 ERRORS = 2.0  # standard errors of a difference of two evaluations
 APART, APART_ERRORS = 0.5, 4.0  # greedy and sampled differ strongly: share of the larger mean, standard errors
 TOOL_FAILURES = 0.5
-BROKEN = 0.05  # share of completions that break the reward; not reported below FEWER times the first share
+BROKEN = 0.05  # share of completions that break the reward; no report below FEWER times the first share
 FEWER = 0.9
 MASKED = 0.05  # share of sequences, as in the inner loop's warning
-RIGHT, FALL = 0.7, 0.25  # share of correctly ranked pairs; the chosen responses' log-prob falls by this part
+RIGHT, FALL = 0.7, 0.25  # share of pairs that are ranked right; part by which the chosen log-prob falls
 CHOSEN = "replay_chosen_logp"
 BANDS = {  # metric: (its label, smallest and largest multiple of the median inside the band, least half of its width)
     "kl": ("KL", 0.0, 5.0, 0.1),

@@ -26,7 +26,7 @@ from rendezvous.records.records import Beat, Offer, WireError, decode_or_none
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-NEAR_LOOK_S = 1.0  # for a folder
+NEAR_LOOK_S = 1.0  # seconds between two looks at a folder
 LONGEST_PAUSE_S = 60.0  # longest pause between two looks at a bucket that does not answer
 KEPT_STEPS = 100  # outer steps whose events stay in memory during a live view
 
@@ -41,7 +41,7 @@ class CountingStore:
         self.requests = 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._store, name)  # attributes of some stores: near, cheap
+        return getattr(self._store, name)  # attributes that some stores have: near, cheap
 
     def get(self, key: str) -> bytes | None:
         self._count()

@@ -8,7 +8,7 @@
                 r00's heartbeat is of 14:00, and it is 12:00 here: r00's clock is ahead, its commits date no heartbeat
     steps       reward, loss, KL, entropy, length; evaluation ──▶ a MetricCurve each, by outer step
 
-Costs are not in it, because only executors know prices (executors/supervision/costs.py).
+An overview has no costs, because only executors know prices (executors/supervision/costs.py).
 
 Not promised: the ETA of a fleet that changes; it uses the current seconds per step.  The age of a heartbeat by a clock
 that is ahead, or by one that is behind if no other replica closes outer steps.

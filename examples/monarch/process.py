@@ -1,4 +1,4 @@
-"""Scores of single turns: how many of the teachers would have done the same?  The replica's TeacherReplayActors ask."""
+"""Scores of single turns: how many teachers would have acted alike? The replica's TeacherReplayActors ask them."""
 
 from inner import ConsensusScore
 from inner.extras.monarch import ask_pool

@@ -2,13 +2,13 @@
 
     python examples/monarch/replica.py runs/monarch         pip install 'serverless-diloco[local,replay,monarch]'
 
-    this process      claims the slot, beats, holds θ and the outer momentum, meets others in the bucket
-    its actors        compute each round from θ_t on; kill -9 any of them while it runs: the digests stay the same
+    this process      claims the slot, writes heartbeats, holds θ and the outer momentum, uses the bucket
+    its actors        compute each round from θ_t on; after a kill -9 of any of them the digests stay the same
 
 Two replicas: `--replicas 2 --slot r00` here, `--replicas 2 --slot r01` on another machine that reaches the same bucket.
 The teachers are examples/local_teachers.py, served by this process; `--base-url` and `--teacher` name others.
 
-Not promised: the run.json of `diloco train`; `diloco status` reads the run all the same.
+Not promised: the run.json of `diloco train`; `diloco status` can still read the run.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def make_plan(config: RunConfig, slot: str, folder: Path, teachers: list[Teacher]) -> ReplicaPlan:
-    """The plan that the actors are made from; the order of the data and all noise follow from the slot alone."""
+    """Return the actors' plan; the order of the data and all noise depend on the slot alone."""
     seeds = Seeds(derive_seed(config.seed, slot), derive_seed(config.seed, slot, "noise"), share=share_of(config, slot))
     return ReplicaPlan(
         config=config.inner.to_dict(),
@@ -72,7 +72,7 @@ def train(replica: Replica, config: RunConfig, model_dir: Path, given: argparse.
             ended = replica.run_round(t, read_weights(model), manager.num_participants() or given.replicas)
             write_weights(model, ended.weights)
             loop.log(**ended.numbers)
-            still.step()  # moves nothing, having no gradients; the outer step hangs on it
+            still.step()  # without gradients it moves nothing, but it triggers the outer step
             print(f"outer step {t}: reward {ended.numbers['reward']:.3f}, θ {loop.state.digest()}", flush=True)
 
 

@@ -1,6 +1,6 @@
-"""The other end of server.py: the server's own tools, as TRL's environment.
+"""The client of server.py: the server's own tools, as TRL's environment.
 
-OPENENV_URL says where the server is. For tools that you would rather describe yourself, write a class on OpenEnv with a
+OPENENV_URL is the server's address. To describe the tools yourself, write a class on OpenEnv with a
 method per tool (inner/extras/openenv/client.py shows one).
 """
 

@@ -1,6 +1,6 @@
 """An OpenEnv server with MCP tools: error sites in the metadata, a history for replay, a reward that comes at the end.
 
-    python3 -m venv openenv && openenv/bin/pip install openenv==0.10.0     its pins do not go with trl's
+    python3 -m venv openenv && openenv/bin/pip install openenv==0.10.0     its pins exclude trl's
     openenv/bin/python examples/openenv/server.py --port 8000
     OPENENV_URL=http://127.0.0.1:8000 diloco train examples/openenv/run.toml --run runs/openenv
 
@@ -12,9 +12,9 @@
     State.history                   [{t, action, observation}]            docs/internals/rfc-openenv-state-replay.md
     reward                          0.0 until the episode is done         openenv's TrajectoryRubric
 
-To make your own: other `tools`, another `score_trajectory`. typed_server.py is one without MCP.
+For your own server, change `tools` and `score_trajectory`. typed_server.py is a server without MCP.
 
-Not promised: a task worth learning; tools that are called over /mcp, which pass `step`, and so reward and history, by.
+Not promised: a task worth learning; rewards and history for tools that are called over /mcp, without `step`.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def tools() -> FastMCP:
 
 
 class Arithmetic(MCPEnvironment):
-    SUPPORTS_CONCURRENT_SESSIONS = True  # without it a second rollout is refused
+    SUPPORTS_CONCURRENT_SESSIONS = True  # if this is False, a second rollout is refused
 
     def __init__(self) -> None:
         super().__init__(tools())
@@ -96,8 +96,8 @@ class Arithmetic(MCPEnvironment):
         return Observation(metadata={"error": "only tools here", "error_kind": "invalid_args"})
 
     async def step_async(self, action: Any, timeout_s: float | None = None, **given: Any) -> Observation:
-        """A session over WebSocket calls this."""
-        if self._over:  # a rubric would give the episode's score again
+        """Take a step; WebSocket sessions call this."""
+        if self._over:  # else a rubric would give the episode's score again
             return Observation(done=True, metadata={"error": "the episode is over", "error_kind": "refused"})
         seen = await super().step_async(action, timeout_s=timeout_s, **given)
         if not isinstance(seen, CallToolObservation):
@@ -118,7 +118,7 @@ class Arithmetic(MCPEnvironment):
 
 
 def error_kind(seen: CallToolObservation) -> str | None:
-    """OpenEnv 0.10 guesses it from the text: "file not found" is tool_not_found there, a wrong type is not."""
+    """Return the kind, which OpenEnv 0.10 guesses wrongly: "file not found" is tool_not_found there."""
     if seen.error is None:
         return None
     if " for call[" in seen.error.message.partition("\n")[0]:  # fastmcp: the arguments do not fit

@@ -1,6 +1,6 @@
-"""The other end of typed_server.py: a class on OpenEnv with a method per tool, as TRL takes one.
+"""The client of typed_server.py: a class on OpenEnv with a method per tool, as TRL expects it.
 
-OPENENV_URL says where the server is. In run.toml: environment = "typed_environment.py:Guessing"; rows with `secret`.
+OPENENV_URL is the server's address. In run.toml: environment = "typed_environment.py:Guessing"; rows with `secret`.
 """
 
 from collections.abc import Mapping

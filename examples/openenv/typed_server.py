@@ -1,7 +1,7 @@
 """An OpenEnv server without MCP: its own action and observation. Guess a number; the reward comes at the end.
 
     openenv/bin/python examples/openenv/typed_server.py --port 8000        an environment with openenv==0.10.0
-    typed_environment.py is the other end; server.py is one with MCP tools
+    typed_environment.py is its client; server.py has MCP tools
 
     reset(secret)      "I think of a number from 0 to 20."
     {"value": 7}       higher, lower; 6 guesses; an error site for a value that is out of range

@@ -6,7 +6,7 @@
              └▶ the same tokens behind a hint ─▶ ref_logprobs
     samples, one by one ─▶ [trainer.loss] ─▶ sum / tokens ─▶ AdamW
 
-With prime-rl importable, its own CustomLossConfig, setup_rl_loss_fn and compute_loss take the table and the samples.
+If prime-rl can be imported, its own CustomLossConfig, setup_rl_loss_fn and compute_loss get the table and samples.
 Without it, this file imports the function that the table names, and divides the sum by the tokens, as they do.
 
 Not promised: PRIME-RL's orchestrator, its engine and its trainer: they need GPUs, and Python 3.12.

@@ -8,11 +8,11 @@
     python examples/qwen_05b_quickstart/run.py --model .venv/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
     one question with an answer ─▶ lm_ce            stands for the policy loss
-    the same behind a hint      ─▶ α · sdpo         with --hint; without one the channel is off by itself
+    the same behind a hint      ─▶ α · sdpo         with --hint; without a hint the channel is off
     one (chosen, rejected) pair ─▶ β · dpo
     PASS: every gradient finite at every step, and the loss went down
 
-Not promised: that the model learns anything but this one batch by heart.
+Not promised: that the model learns more than this one batch.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def train(model: Any, batch: Any, steps: int, lr: float) -> tuple[list[float], bool]:
-    """The total of each step, and whether all gradients were finite."""
+    """Return the loss of each step, and whether all gradients were finite."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     totals, all_finite = [], True
     for step in range(steps):

@@ -3,7 +3,7 @@
 python examples/real/evaluate.py BASE [ADAPTER]      folders that `diloco export` wrote; -> a line of JSON
 
 sampled   at the training temperature, 1.0, SAMPLES per prompt       greedy   the likeliest token each time
-right     the sum is in the reply        stopped   it is the last thing there, and the model itself ended the reply
+right     the sum is in the reply        stopped   the sum ends the reply, and the model itself stopped
 the standard error is that of the mean over prompts: answers to one prompt are alike
 """
 
@@ -37,7 +37,7 @@ def load(base: str, adapter: str | None) -> Any:
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, prompts: list[Any], sample: bool) -> list[tuple[str, bool]]:
-    """(the reply, did the model end it) for each prompt."""
+    """Return (the reply, whether the model ended it) for each prompt."""
     texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     how = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}

@@ -1,8 +1,8 @@
-"""The reward of a sum: is the number there, and does the reply stop after it?
+"""The reward of a sum: does the reply contain the number, and end with it?
 
 0      the number is not in the reply
-0.3    it is, and the reply goes on
-1      it is the last thing in the reply
+0.3    the reply goes on after the number
+1      the number ends the reply
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, which is a list of messages where the prompt is one."""
+    """Return a completion's text; a completion is a list of messages if its prompt is."""
     return completion[0]["content"] if isinstance(completion, list) else completion
 
 

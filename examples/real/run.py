@@ -3,8 +3,8 @@
     diloco train run.toml ── outer step 2: SIGKILL r01 ── outer step 4: SIGTERM r02 ── all outer steps
     diloco export, report ── evaluate.py before and after ── the table, and what must hold
 
-The same command goes on where it was.  Everything is done by the commands that a reader would type; this script types
-them, and sends the two signals.
+The same command continues an unfinished run. This script runs the commands that a reader would type, and sends the two
+signals.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from rendezvous.stores.open import open_store
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "run.toml"
-SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, in an outer step from this one on
+SIGNALS = (("r01", 2, signal.SIGKILL), ("r02", 4, signal.SIGTERM))  # slot, first outer step for it, signal
 
 
 def diloco(*words: str) -> list[str]:
@@ -34,7 +34,7 @@ def diloco(*words: str) -> list[str]:
 
 
 def changes(seed: int, alone: bool) -> list[str]:
-    """The settings that differ from run.toml.   alone: one replica takes as many samples as all of the fleet."""
+    """Return the changes of run.toml.   alone: one replica takes as many samples as the whole fleet."""
     found = [f"seed={seed}"]
     if torch.cpu.get_capabilities().get("amx_bf16"):
         found.append("inner.autocast=bfloat16")
@@ -45,7 +45,7 @@ def changes(seed: int, alone: bool) -> list[str]:
 
 
 def train(run: str, seed: int, alone: bool) -> int:
-    """The run of run.toml, with its two signals where it is not alone."""
+    """Run run.toml, with the two signals unless `alone`; return the exit code."""
     settings = [word for change in changes(seed, alone) for word in ("--set", change)]
     process = subprocess.Popen(diloco("train", str(CONFIG), "--run", run, *settings))
     due = [] if alone else list(SIGNALS)
@@ -57,7 +57,7 @@ def train(run: str, seed: int, alone: bool) -> int:
 
 
 def send(slot: str, step: int, number: signal.Signals, run: str) -> bool:
-    """Send the signal if that replica is inside the inner steps of such an outer step."""
+    """Send the signal if the replica is in the inner steps of outer step `step` or a later one."""
     if not (Path(run) / "run.json").is_file():
         return False
     beat = read_report(open_store(run)).beats.get(slot)
@@ -72,7 +72,7 @@ def send(slot: str, step: int, number: signal.Signals, run: str) -> bool:
 
 
 def evaluate(run: Path) -> dict[str, Any]:
-    """The held-out rewards, before and after, of exports beside the run."""
+    """Return the held-out rewards, before and after, of exports beside the run."""
     found, beside = dict[str, Any](), run.with_name(f"{run.name}-exports")
     exports = {"base": ["--step", "0", "--merge"], "adapter": [], "merged": ["--merge"]}
     for name, options in exports.items():

@@ -1,8 +1,8 @@
-"""The peer of `make real`: TRL's trainer with PEFT; the model, prompts, reward, settings and samples are run.toml's.
+"""`make real` without this project: TRL's trainer with PEFT, and run.toml's model, prompts, reward, settings, samples.
 
     python examples/real/trl_alone.py FOLDER [SEED]     FOLDER/adapter, and the held-out rewards in FOLDER/held_out.json
 
-After `make real`, whose export of the base (the GGUF file, dequantised) both start from and are measured on.
+Run it after `make real`: both start from, and are measured on, its export of the base (the GGUF file, dequantised).
 """
 
 import argparse

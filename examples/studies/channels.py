@@ -5,10 +5,10 @@
     θ₀ ─▶ 64 rollouts ─▶ the calls that failed ─▶ three teachers ─▶ two agree ─▶ pairs of this seed
      └──▶ each arm × seed: the same prompts in the same order ─▶ channels.jsonl ─▶ table
 
-The teachers stand behind a real endpoint on this machine: the checkpoint, which is the same model after more training,
-and two scripted ones that are right four times in five and share half of their mistakes.
+The teachers are behind a real endpoint on this machine: the checkpoint, which is the same model after more training,
+and two scripts that are right four times in five and share half of their mistakes.
 
-`make smollm2` comes first. No GPU, no account. A study that is stopped goes on where it was.
+Run `make smollm2` first. It needs no GPU and no account. The same command continues a stopped study.
 
 Not promised: anything about other models or tasks (docs/studies/channels.md).
 """
@@ -44,13 +44,13 @@ from inner.settings.channels import ReplaySettings, SdpoSettings
 from inner.settings.task import DataSettings, LoraSettings, SamplingSettings
 from inner.train.build import load_start
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # not examples/: its verl/ and monarch/ would pass for packages
+sys.path.insert(0, str(Path(__file__).parents[2]))  # not examples/, because its verl/ and monarch/ look like packages
 from examples.local_teachers import serving_replies
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".venv" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ARMS = {"baseline": (0.0, 0.0), "+sdpo": (0.1, 0.0), "+replay": (0.0, 0.3), "full": (0.1, 0.3)}  # α, β
-LATER = {"+replay, anchored": (0.0, 0.3), "full, anchored": (0.1, 0.3)}  # added when seed 0 had ended: nll_weight = 1
+LATER = {"+replay, anchored": (0.0, 0.3), "full, anchored": (0.1, 0.3)}  # arms added after seed 0: nll_weight = 1
 WARM_STEPS, STEPS, EVERY, BATCH, GROUP, LR = 60, 24, 12, 16, 8, 1e-3
 TEACHER_SEED, TEACHER_STEPS = 100, 36
 HELD, FAILED = 64, 64  # held-out prompts; rollouts of θ₀ for the pairs
@@ -119,7 +119,7 @@ def run(folder: Path, trial: Trial, steps: int = STEPS) -> tuple[Curve, Row]:
 
 
 def train(loop: InnerLoop, steps: int, look: Callable[[int], None]) -> tuple[list[float], int]:
-    """Train; -> the mean reward of each step, and the tokens that were sampled.   look: called after each EVERY."""
+    """Train; return the mean reward of each step, and the number of sampled tokens.   look: called after each EVERY."""
     rewards, tokens = list[float](), 0.0
 
     def stop() -> bool:
@@ -136,7 +136,7 @@ def train(loop: InnerLoop, steps: int, look: Callable[[int], None]) -> tuple[lis
 
 
 def value(loop: InnerLoop, seed: int) -> float:
-    """The mean reward of held-out prompts, sampled: other orders, in phrases that θ₀ never saw."""
+    """Return the mean sampled reward of held-out prompts: other orders, in phrases that θ₀ never saw."""
     rows = desk.rows(HELD, 99, desk.HELD_OUT)
     return fmean(loop.score(rows, greedy=False, seed=seed)["reward"])  # type: ignore[attr-defined]
 
@@ -145,7 +145,7 @@ def value(loop: InnerLoop, seed: int) -> float:
 
 
 def train_teacher(folder: Path) -> None:
-    """Train the checkpoint that teaches: hints, more steps, and a seed that no arm has."""
+    """Train the teacher checkpoint, with hints, more steps, and a seed that no arm has."""
     (folder / f"seed-{TEACHER_SEED}.json").write_text("{}")
     loop = open_loop(folder, "+sdpo", TEACHER_SEED)
     rewards, _ = train(loop, TEACHER_STEPS, lambda taken: print(taken, value(loop, TEACHER_SEED), flush=True))
@@ -165,7 +165,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def say(self, body: Mapping[str, Any]) -> tuple[str, int]:
-        """-> its turn as text, and how many tokens it read."""
+        """Return its turn as text, and the number of tokens that it read."""
         ids = self._tokenizer.apply_chat_template(
             body["messages"], tools=body.get("tools"), add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -176,7 +176,7 @@ class Checkpoint:
 
 
 def scripted(teacher: str, body: Mapping[str, Any]) -> str:
-    """A teacher that is right four times in five; half of its mistakes are those of every scripted teacher."""
+    """Return a turn that is right four times in five; the scripted teachers share half of the mistakes."""
     text = next(m["content"] for m in body["messages"] if m["role"] == "user")
     kind = kind_of(body["messages"])
     order = re.findall(r"\d+", text)[0]
@@ -267,7 +267,7 @@ def table(rows: list[Row]) -> str:
 
 
 def hypotheses(rows: list[Row]) -> str:
-    """Answer H1 to H4 by the rule that was written down."""
+    """Answer H1 to H4 by the preregistered rule."""
     better = max(("+sdpo", "+replay"), key=lambda arm: fmean(map(held_out, of_arm(rows, arm))))
     lines = ["| | held out, at the end | one-sided 95 % bounds | answer |", "|---|---|---|---|"]
     for name, arm, other, margin in (

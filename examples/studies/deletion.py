@@ -49,7 +49,7 @@ NAMES = ("rate", "cost", "span", "gain", "load", "tally", "price", "score", "dep
 MODULES = ("shop", "farm", "bank", "port", "mill", "yard", "dock", "lab")
 LETTERS = tuple("abcdmnuvxy")
 TRAINED, HELD_OUT = (NAMES[:6], MODULES[:4]), (NAMES[6:], MODULES[4:])
-TASKS, HELD = 24, 32  # of the four words alike
+TASKS, HELD = 24, 32  # numbers of tasks; all four words are equally frequent
 WARM_STEPS, STEPS, BATCH, GROUP, LR, EVERY = 900, 80, 64, 16, 1e-3, 20
 SPECIAL = [
     "<pad>",
@@ -87,7 +87,7 @@ RESPONSE = {
 
 @dataclass(frozen=True)
 class TinyRepository:
-    """A module of two functions; `name` is what a task takes out."""
+    """A module of two functions; `name`: the function that a task takes out."""
 
     module: str
     name: str
@@ -136,7 +136,7 @@ def draw(rng: random.Random, names: Sequence[str], modules: Sequence[str], word:
 
 
 def house_rows(seed: int, count: int, pools: tuple[Sequence[str], Sequence[str]]) -> list[dict[str, Any]]:
-    """Make tasks of a house, as many of each word; what a word means depends on the seed."""
+    """Make tasks of a house, equally many of each word; the meaning of a word depends on the seed."""
     meanings = random.Random(seed).sample(range(len(MEANINGS)), len(HOUSE))
     rng, made = random.Random(f"{seed} {pools}"), dict[str, Any]()
     with TemporaryDirectory() as folder:
@@ -153,7 +153,7 @@ def house_rows(seed: int, count: int, pools: tuple[Sequence[str], Sequence[str]]
 
 
 class Solutions(ToolWorld):
-    """The warm start's dialogues: solutions elsewhere, where jargon has a meaning of its own in each repository."""
+    """The warm start's dialogues: solutions of other repositories, each with its own meaning of the jargon."""
 
     def dialogue(self, rng: random.Random) -> list[dict[str, Any]]:
         known = rng.random() < 0.5
@@ -205,7 +205,7 @@ def texts() -> list[str]:
 
 
 def write_start(folder: Path) -> None:
-    """Make the warm-started model, once: it knows no house, so all seeds begin with it."""
+    """Make the warm-started model once: it knows no house, so all seeds begin with it."""
     if folder.exists():
         return
     world = Solutions()
@@ -264,7 +264,7 @@ def open_loop(own: Path, seed: int) -> InnerLoop:
 
 
 def value(loop: InnerLoop, rows: list[dict[str, Any]]) -> float:
-    """The share of sampled rollouts whose hidden tests pass, two of each task."""
+    """Return the share of sampled rollouts whose hidden tests pass, two of each task."""
     return fmean(fmean(loop.score(rows, greedy=False, seed=seed)["reward"]) for seed in (98, 99))  # type: ignore[attr-defined]
 
 

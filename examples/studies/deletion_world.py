@@ -1,4 +1,4 @@
-"""The environment of deletion.py: inner.extras.deletion.world's, which asks for the verdict on equal files once.
+"""The environment of deletion.py: inner.extras.deletion.world's, which asks only once for the verdict on equal files.
 
 Not promised: a cache that outlives its process.
 """

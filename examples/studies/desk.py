@@ -1,4 +1,4 @@
-"""The task of channels.py: a help desk whose one tool knows one word for each kind of request, and does not say which.
+"""The task of channels.py: a help desk whose tool accepts one secret word for each kind of request.
 
     <user> Cancel order 47.
     <assistant> call desk action=scrap order=47         one of 24 words, all equally likely at first
@@ -9,7 +9,7 @@
 The start model is SmolLM2-135M-Instruct with a chat template that has tools, and supervised steps that teach three
 things: how a call is written, to repeat the ticket, and to follow "Use the action trace." They teach no right word.
 
-Not promised: a desk in which a word of the request says which action is right.
+Not promised: requests whose words show the right action.
 """
 
 import random
@@ -59,7 +59,7 @@ def ticket(order: int) -> str:
 
 
 def rows(count: int, seed: int, phrases: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return rows of all kinds alike: prompt, kind, order."""
+    """Return equally many rows of each kind: prompt, kind, order."""
     rng = random.Random(seed)
     drawn = [(KINDS[n % len(KINDS)], rng.randrange(10, 100), rng.choice(phrases)) for n in range(count)]
     return [
@@ -103,7 +103,7 @@ class Desk:
 
 
 class Dialogues(ToolWorld):
-    """The warm start: any word with equal probability; a hint is followed."""
+    """The warm start: all words are equally likely, and hints are followed."""
 
     def dialogue(self, rng: random.Random) -> list[dict[str, Any]]:
         kind, order = rng.choice(KINDS), rng.randrange(10, 100)

@@ -4,9 +4,9 @@
 
     fixed      η = .7
     matched    η_eff = η·(1 + μ/(1 − μρ)) = 1                 outer.lr = "auto": ρ is learned   (diloco/outer/safety.py)
-    root       η_eff = (‖Δ‖/‖ḡ‖)^½                            further where replicas disagree; ‖Δ‖ their mean length
+    root       η_eff = (‖Δ‖/‖ḡ‖)^½                            longer if replicas disagree; ‖Δ‖: mean length
 
-Not promised: that it holds elsewhere (docs/studies/replicas.md).
+Not promised: the same result elsewhere (docs/studies/replicas.md).
 """
 
 import argparse
@@ -60,12 +60,12 @@ def rate_of(rule: str, mu: float, size: int) -> Callable[[Tensor, Sequence[Tenso
 
 
 def disagreement(mean: Tensor, deltas: Sequence[Tensor]) -> float:
-    """‖Δ‖/‖ḡ‖ ≥ 1: 1 where all replicas agree, √N where they have nothing in common."""
+    """Return ‖Δ‖/‖ḡ‖ ≥ 1: 1 if all replicas agree, √N if they have nothing in common."""
     return fmean(float(delta.norm()) for delta in deltas) / float(mean.norm())
 
 
 def values(rows: list[Row], arm: str) -> list[float]:
-    """The held-out loss at the end, seed by seed."""
+    """Return the held-out loss at the end, seed by seed."""
     return [row["curve"][-1][1] for row in by_seed(rows, arm)]
 
 
@@ -79,13 +79,13 @@ def table(rows: list[Row]) -> str:
 
 
 def cell(rows: list[Row], arm: str) -> str:
-    """The loss at the end, and its mean over the run."""
+    """Return the loss at the end, and its mean over the run."""
     curves = [row["curve"] for row in by_seed(rows, arm)]
     return f"{fmean(c[-1][1] for c in curves):.3f} ({fmean(area(c) for c in curves):.3f})" if curves else ""
 
 
 def comparisons(rows: list[Row]) -> str:
-    """Ratios of losses at the end, paired over seeds: above 0 where the first is worse."""
+    """Return ratios of losses at the end, paired over seeds: above 0 if the first is worse."""
     lines = ["| first / second − 1 | difference |", "|---|---|"]
     for first, second in COMPARED:
         a, b = values(rows, first), values(rows, second)
@@ -104,7 +104,7 @@ COMPARED = [
 
 
 def draw(rows: list[Row], to: Path) -> None:
-    """A panel per H; the loss at the end over μ, a dot per seed."""
+    """Draw a panel per H: the loss at the end over μ, a dot per seed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What does an unequal, unreliable fleet cost in learning? Four machines, H = 5, at the rates that suit them.
+"""How much learning does an unequal, unreliable fleet lose? Four machines, H = 5, at their best rates.
 
     python examples/studies/elastic.py toolworld --to studies            about 40 minutes of one core
     python examples/studies/elastic.py text --to studies                 about 5
@@ -8,14 +8,14 @@
     slow-waits        one is half as fast, and all wait for it: `equal`, at half its pace; no trials of its own
     slow-by-speed     it makes 2 of 5 inner steps and counts by them          (`-uniform`: as much as the others)
     slow-late         it makes 5 in two rounds and counts one step late, at γ (`-full`: at 1)
-    slow-unheard      it is late, and nothing late counts: three machines, and the rent of four
-    spot-20, spot-5   each machine dies in one round of 20, of 5, at random: that round is lost, the next one is missed
-                      while another boots, which begins with an empty Adam
-    notice-5          as spot-5, but it is told before: 2 inner steps count
+    slow-unheard      it is late, and no late work counts: three machines at the rent of four
+    spot-20, spot-5   each machine dies in one round of 20 or 5, at random: that round is lost, and so is the next,
+                      while a machine boots, which begins with an empty Adam
+    notice-5          as spot-5, but with a warning before: 2 inner steps count
 
-All arms run for 16 outer steps of 5 inner steps of the fast machines, so all have rented four machines for as long.
+All arms run for 16 outer steps of 5 inner steps of the fast machines, so all rent four machines for the same time.
 
-Not promised: seconds of boots, wires and stores; a round is a round.
+Not promised: seconds of boots, networks and stores; the unit is a round.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHORT = 2  # inner steps of a slow machine's round, and of one that was told to 
 
 @dataclass(frozen=True)
 class Arm:
-    """slow: how the one slow machine takes part.   dies: in one round of so many; 0: never.   notice: is it told?
+    """slow: how the slow machine takes part.   dies: in one of so many rounds; 0: never.   notice: is it warned?
 
     weighting, discount: of the outer step (outer.weighting, outer.age_discount).
     """
@@ -101,7 +101,7 @@ def run(world: World, folder: Path, tuning: Path | None, trial: Trial) -> Curve:
 
 
 def best_setting(world: World, tuning: Path | None) -> Setting:
-    """The setting that tuned.py chose for four machines and this H on this task; None: the product's default."""
+    """Return tuned.py's setting for four machines and this H on this task; None: the product's default."""
     arm = f"fleet-{MACHINES}-{EVERY}"
     if tuning is None:
         return rules()[f"{arm} sqrt"]
@@ -109,9 +109,9 @@ def best_setting(world: World, tuning: Path | None) -> Setting:
 
 
 def life(arm: Arm, machine: int, rng: random.Random) -> list[Turn | None]:
-    """The turn of a machine in each outer step; None while it boots, or is still at its round.
+    """Return a machine's turn in each outer step; None while it boots, or still trains.
 
-    The last machine is the slow one.   rng: of the machine, so that arms of one rate lose the same rounds.
+    The last machine is the slow one.   rng: the machine's own, so that arms of one rate lose the same rounds.
     """
     found: list[Turn | None] = []
     slow = arm.slow if machine == MACHINES - 1 else ""
@@ -144,7 +144,7 @@ def table(world: World, rows: list[Row]) -> str:
 
 
 def slowed(curve: Curve) -> Curve:
-    """The same at half its pace, for as long."""
+    """Return the curve at half its pace, up to the same last step."""
     last = curve[-1][0]
     return [(2 * step, value) for step, value in curve if 2 * step < last] + [(last, at_step(curve, last / 2))]
 

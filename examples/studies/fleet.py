@@ -7,7 +7,7 @@
     w by h and age: rendezvous/agreement/rules.py      the step: diloco/outer/optimizer.py
 
 Replicas take turns, each in a thread of its own, because `InnerLoop.train` returns once; only one runs at a time.  With
-the seeds of a real fleet it takes that fleet's steps, bit for bit, late work and replaced sessions included
+a real fleet's seeds it takes the same steps, bit for bit, with late work and replaced sessions
 (tests/house/test_studies.py).
 
 Not promised: sampling noise of real fleets: replicas here draw from one generator, in turns.
@@ -38,9 +38,9 @@ Outer = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # (θ, ḡ, [Δ₀
 
 @dataclass(frozen=True)
 class Turn:
-    """One machine makes h inner steps from θ_t.   counts: the outer step that lists them; None: they are lost.
+    """One machine takes h inner steps from θ_t.   counts: the outer step that lists them; None: they are lost.
 
-    session: 1 for the machine's first; where it is another than before, a new loop with an empty Adam takes the turn.
+    session: 1 for the machine's first; for each new number, a new loop with an empty Adam takes the turn.
     """
 
     machine: int
@@ -54,7 +54,7 @@ Script = Callable[[int], Sequence[Turn]]  # outer step -> the turns that begin a
 
 
 class Replica:
-    """loop: with a model of its own."""
+    """One replica.   loop: has its own model."""
 
     def __init__(self, loop: InnerLoop) -> None:
         self.loop = loop
@@ -65,7 +65,7 @@ class Replica:
         self._thread.start()
 
     def inner_steps(self, theta: Tensor, h: int) -> Tensor:
-        """h inner steps from θ; -> Δ = θ − what they made of it."""
+        """Take h inner steps from θ. Return Δ = θ − the new weights."""
         put(self.loop, theta)
         self._left = h
         self._hand_over()
@@ -109,7 +109,7 @@ def outer_steps(loops: Sequence[InnerLoop], *, every: int, rate: OuterRate, mu: 
 
 
 def with_nesterov(rate: OuterRate, mu: float) -> Outer:
-    """The product's outer step, with the momentum that it keeps."""
+    """Return the product's outer step, which keeps its momentum."""
     kept: list[Tensor] = []
 
     def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
@@ -122,7 +122,7 @@ def with_nesterov(rate: OuterRate, mu: float) -> Outer:
 
 
 def scripted_steps(theta: Tensor, build: Build, script: Script, *, rules: Rules, outer: Outer) -> Generator[Tensor]:
-    """θ after each outer step of a fleet whose turns are written down, without end.   theta: θ₀; it is stepped."""
+    """Yield θ after each outer step of a fleet with a script of turns, for ever.   theta: θ₀, stepped in place."""
     valued = theta
     replicas: dict[int, tuple[int, Replica]] = {}
     counted: dict[int, int] = defaultdict(int)
@@ -145,7 +145,7 @@ def scripted_steps(theta: Tensor, build: Build, script: Script, *, rules: Rules,
 
 
 def _session(replicas: dict[int, tuple[int, Replica]], turn: Turn, build: Build, start: int) -> Replica:
-    """The machine's replica; a new one, where another session takes the turn."""
+    """Return the machine's replica; a new replica for a new session."""
     known = replicas.get(turn.machine)
     if known is not None and known[0] == turn.session:
         return known[1]
@@ -161,7 +161,7 @@ def _listed(turn: Turn, t: int) -> Listed:
 
 
 def weighted_mean(offers: Sequence[Listed], deltas: Sequence[Tensor]) -> Tensor:
-    """A commit's mean, by the arithmetic of its readers."""
+    """Return a commit's mean, by the arithmetic of its readers."""
     total = np.empty(deltas[0].numel(), np.float32)
     for offer, delta in zip(offers, deltas, strict=True):
         accumulate(total, delta.numpy(), offer.weight, first=offer is offers[0])
@@ -171,7 +171,7 @@ def weighted_mean(offers: Sequence[Listed], deltas: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def flat(loop: InnerLoop) -> Tensor:
-    """The trainable parameters as one fp32 vector on the host, in the model's order."""
+    """Return the trainable parameters as one fp32 vector on the host, in the model's order."""
     return torch.cat([p.detach().reshape(-1).float() for _, p in trainable_parameters(loop.model)]).cpu()
 
 

@@ -3,14 +3,14 @@
     python examples/studies/outer_rules.py toolworld --to studies        about 30 minutes of one core
     python examples/studies/outer_rules.py text --to studies             about 6
 
-    plain         inner rate × 4, η 1, μ 0: what all others are compared with
+    plain         inner rate × 4, η 1, μ 0: the reference of all comparisons
     nesterov      inner rate × 4, η .7, μ .5
     restart       inner rate × 4, η .7, μ .9; the momentum is dropped where ⟨ḡ, m⟩ < 0        (arXiv 2605.28585)
     gpa           inner rate × 4: z ← z − ḡ, x ← (x + z)/2; replicas start at y = (x + z)/2, x is valued (2512.17131)
     moments       plain, and Adam's second moments are averaged at each sync: twice the bytes
     muon, muon-1  Muon inside (arXiv 2505.23725), inner rate × 4 and × 1, η 1, μ 0
     short-first   plain; H = 2 five times, 5 six times, 10 four times
-    long-first    the same from the other end
+    long-first    the same in reverse order
     agree         plain; the inner rate begins at × 2, grows by ¼ where the replicas' cosine is above .6 and shrinks by
                   a fifth where it is below .3, between × 1 and × 8
 
@@ -42,7 +42,7 @@ from rendezvous.agreement.rules import Rules
 MACHINES, EVERY, STEPS = 4, 5, 80  # inner steps of each machine
 SEEDS = range(24, 32)
 SHORT_FIRST = [2] * 5 + [5] * 6 + [10] * 4
-GROWS, SHRINKS = (0.6, 1.25), (0.3, 0.8)  # where the cosine is above, below; by what
+GROWS, SHRINKS = (0.6, 1.25), (0.3, 0.8)  # limit of the cosine, and factor of the rate
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def restarting(lr: float = 0.7, mu: float = 0.9) -> Outer:
 
 
 def averaging() -> Outer:
-    """θ is y.   z, x: where plain averaging would be, and the average of its path that is valued."""
+    """Return the rule in which θ is y.   z: the θ of plain averaging.   x: the average of its path, which is valued."""
     kept: list[Tensor] = []
 
     def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
@@ -158,8 +158,8 @@ def sharing(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
 
 
 def following(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
-    """The inner rate follows the replicas' agreement.  The loops take it for a number of replicas (lr_replicas)."""
-    scale = [2.0]  # of the task's own rate; a schedule takes no number of replicas below 1
+    """Let the inner rate follow the replicas' agreement, given to the loops as a number of replicas (lr_replicas)."""
+    scale = [2.0]  # times the task's own rate; a schedule accepts no number of replicas below 1
 
     def step(theta: Tensor, mean: Tensor, deltas: Sequence[Tensor]) -> Tensor:
         weights = [1 / len(deltas)] * len(deltas)
@@ -177,7 +177,7 @@ def following(loops: Sequence[InnerLoop], outer: Outer) -> Outer:
 
 
 def table(world: World, rows: list[Row]) -> str:
-    """Differences are paired over seeds, positive where the arm is better than `plain`."""
+    """Return the table; differences are paired over seeds, positive if the arm is better than `plain`."""
     lines = ["| arm | mean over the run | at the end | − plain, mean | − plain, end |", "|---|---|---|---|---|"]
     against = [row["curve"] for row in by_seed(rows, "plain")]
     for arm in ARMS:

@@ -1,19 +1,19 @@
-"""What does a slow link cost in learning, and what do fragments, τ and α give back?
+"""How much learning does a slow link cost, and how much do fragments, τ and α restore?
 
     python examples/studies/overlap.py toolworld --to studies    about 45 minutes of one core
     python examples/studies/overlap.py text --to studies         about 10
 
-Four machines, 120 inner steps long.  To send the whole vector takes as long as S = 4 inner steps:
+Four machines, for the time of 120 inner steps. Sending the whole vector takes as long as S = 4 inner steps:
 
     no-link     H = 6, sends take no time                         120 inner steps
     waits-H     trains H, then waits S                            120 · H / (H + S)
-    overlap     H = 6, τ = 4: the vector is under way beside the next 4 inner steps     120; α 0 or ½
+    overlap     H = 6, τ = 4: the vector is sent during the next 4 inner steps     120; α 0 or ½
     stream      H = 6, two fragments, τ = 2: each takes S / 2                           120; α 0 or ½
 
 The replicas are the product's own (`make_diloco` on a store in memory), in threads of one process: a baton lets one of
 them train at a time, each with its own random numbers, so they have a real fleet's bits (tests/house/test_studies.py).
 
-Not promised: the seconds of a wire.  S is a number of inner steps, and `plan` computes it for a link and a model.
+Not promised: seconds on a network. S is a number of inner steps, and `plan` computes it for a link and a model.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from rendezvous.store import Store
 from rendezvous.stores.memory import MemoryStore
 
 SEEDS = range(48, 56)
-MACHINES, BUDGET, SEND = 4, 120, 4  # inner steps: of the whole run's time, of one whole vector's way
+MACHINES, BUDGET, SEND = 4, 120, 4  # in inner steps: the time of the whole run, and the way of one whole vector
 POINTS = 12
 
 
 @dataclass(frozen=True)
 class Arm:
-    """waits: does a machine wait for its vector's way?"""
+    """waits: does a machine wait while its vector is sent?"""
 
     h: int = 6
     fragments: int = 1
@@ -57,12 +57,12 @@ class Arm:
 
     @property
     def steps(self) -> int:
-        """Inner steps inside the budget of time."""
+        """The number of inner steps in the given time."""
         return BUDGET * self.h // (self.h + SEND) // self.h * self.h if self.waits else BUDGET
 
     @property
     def pace(self) -> float:
-        """Time per inner step, in inner steps."""
+        """The time per inner step, in units of an inner step without waits."""
         return (self.h + SEND) / self.h if self.waits else 1.0
 
 
@@ -134,7 +134,7 @@ def train(
     baton: "Baton", store: Store, machine: int, machines: int, build: Callable[[int], InnerLoop], outer: OuterConfig,
     steps: int, thetas: list[Tensor] | None,
 ) -> None:  # fmt: skip
-    """One replica's life.   thetas: gets θ after each inner step."""
+    """Run one replica to its end.   thetas: gets θ after each inner step."""
     with baton:
         loop = build(machine)
     manager = StoreManager(
@@ -187,7 +187,7 @@ class Baton:
 
 
 class Slept(SystemClock):
-    """A clock that runs while its replica waits, so that all of them are equally fast, however they take turns."""
+    """A clock that only runs while its replica waits, so that all replicas are equally fast in any order of turns."""
 
     def __init__(self) -> None:
         self._slept = 0.0
@@ -204,7 +204,7 @@ class Slept(SystemClock):
 
 
 def table(world: World, rows: list[Row]) -> str:
-    """Differences are paired over seeds, positive where the arm is better than `waits-6`; all at equal time."""
+    """Return the table at equal time; differences are paired over seeds, positive if better than `waits-6`."""
     lines = ["| arm | inner steps | mean over the time | at the end | − waits-6, mean | − waits-6, end |"]
     lines += ["|---|---|---|---|---|---|"]
     against = [row["curve"] for row in by_seed(rows, "waits-6")]

@@ -1,4 +1,4 @@
-"""A pretrained model with LoRA: what is a fleet worth at rates of its own, on two tasks?
+"""A pretrained model with LoRA: what is a fleet worth at its own best rates, on two tasks?
 
     python examples/studies/pretrained.py sums tune --to studies         about 2.5 hours of one core
     python examples/studies/pretrained.py sums judge --to studies        about six hours
@@ -6,14 +6,14 @@
     python examples/studies/pretrained.py products rule --to studies     an hour and a half; sums, too
 
     tune     on sums, seed 104:   alone × ½, 1, 2, 4      fleet-4-5: plain × 1, 2, 4, and the default at × 1
-    judge    seeds 8 … 11:        alone and fleet-4-5 at what was chosen, the default, fleet-2-5 and fleet-8-5 at the
-                                  fleet's rate · √(N/4) (sums); on products what was chosen on sums
-    linked   the same seeds:      four machines that share each batch, at the fleet's rate: are steps what is missing?
+    judge    seeds 8 … 11:        alone and fleet-4-5 at the chosen rates, the default, fleet-2-5 and fleet-8-5 at the
+                                  fleet's rate · √(N/4) (sums); on products the rates chosen on sums
+    linked   the same seeds:      four machines that share each batch, at the fleet's rate: would more steps help?
     rule     the same seeds:      fleet-4-5 at √4 under the default outer step, as decision 076 has it for whole models
 
 SmolLM2-135M-Instruct, LoRA of rank 8, GRPO (examples/real/run.toml); 80 inner steps of 16 completions in every arm.
 
-Not promised: an interval that is narrow: four seeds, of which each trial takes eighteen minutes of a core.
+Not promised: a narrow interval: there are four seeds, and each trial takes eighteen minutes of a core.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def tunings() -> dict[str, Setting]:
 
 
 def judged(chosen: dict[str, Setting], task: str) -> dict[str, Setting]:
-    """The best of each kind and the default; on sums, two other sizes at rates that follow from the fleet's."""
+    """Return the best of each kind and the default; on sums, also two other sizes, at rates from the fleet's."""
     found = [chosen["alone"], chosen["fleet"], DEFAULT]
     best = replace(chosen["fleet"], rate=fixed(1.0), mu=0.0)
     others = [replace(best, machines=n, scale=best.scale * (n / 4) ** 0.5) for n in (2, 8)]
@@ -58,7 +58,7 @@ def judged(chosen: dict[str, Setting], task: str) -> dict[str, Setting]:
 
 
 def choose(rows: Sequence[Row]) -> dict[str, Setting]:
-    """Kind -> its setting with the best mean over the run."""
+    """Return kind -> its setting with the best mean over the run."""
     means = {row["arm"]: area(row["curve"]) for row in rows}
     kinds = {"alone": ALONE, "fleet": [*FLEET, DEFAULT]}
     return {
@@ -93,7 +93,7 @@ def settings_of(part: str, tuning: Path, world: World) -> dict[str, Setting]:
 
 
 def table(rows: list[Row]) -> str:
-    """Differences are paired over seeds, positive where the setting is better than alone (rule: than the default)."""
+    """Return the table; paired differences are positive if better than alone (rule: than the default)."""
     names = list(dict.fromkeys(row["arm"] for row in rows))
     first = next((name for name in names if name.startswith("alone")), name_of(DEFAULT))
     lines = [f"| setting | mean over the run | at the end | − {first}, mean | end |", "|---|---|---|---|---|"]

@@ -1,17 +1,17 @@
-"""Do scores of single turns help beside a reward? ToolWorld, four shapes, a reward that is right or told wrong.
+"""Do scores of single turns help beside a reward? ToolWorld, four kinds of scores, a right or a noisy reward.
 
     python examples/studies/process.py --to studies          about 45 minutes of one core
 
-    reward R     is as it is: 1 for the right number at the end          reward N     is wrong for 1 rollout in 4
+    reward R     1 for the right number at the end          reward N     is wrong for 1 rollout in 4
     X            the reward alone
     X-plurality, X-weighted, X-variance        and three teachers' votes on each turn of the policy's own rollouts
-    X-trained    and a head that was trained once on those teachers' answers in 400 recorded states; no teacher is asked
+    X-trained    and a head that was trained once on these teachers' answers in 400 recorded states, without a teacher
     …-quarter                                  the same with weight .25 beside the reward, not 1
     X-weighted-rest, X-trained-rest            with credit for the turns before, too
 
 One machine, 160 inner steps of 32 rollouts; the value of θ is the right reward of 256 held-out prompts, sampled.
 
-Not promised: anything about language models, or teachers that are wrong together more often (docs/studies/process.md).
+Not promised: anything about language models, or teachers that share more of their mistakes (docs/studies/process.md).
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def config_of(arm: str) -> InnerConfig:
-    """The settings of one arm."""
+    """Return the settings of one arm."""
     kind = arm[2:]
     shape, _, option = kind.partition("-")
     process = None
@@ -59,7 +59,7 @@ def config_of(arm: str) -> InnerConfig:
         file = {"head": HEAD} if shape == "trained" else {"function": f"{CODE.name}:{shape}"}
         weight = 0.25 if option == "quarter" else 1.0
         process = ProcessSettings(weight=weight, credit="rest" if option == "rest" else "turn", **file)
-    told = {f"{CODE.name}:noisy": 1.0, f"{CODE.name}:right": 0.0}  # the right one is scored, and teaches nothing
+    told = {f"{CODE.name}:noisy": 1.0, f"{CODE.name}:right": 0.0}  # the right reward is logged, and teaches nothing
     rewards = RewardSettings(functions=told) if arm[0] == "N" else RewardSettings()
     return InnerConfig(
         batch_size=BATCH, lr=1e-3, process=process, rewards=rewards, toolworld=ToolworldSettings(names=NAMES)
@@ -67,7 +67,7 @@ def config_of(arm: str) -> InnerConfig:
 
 
 def prepare(folder: Path) -> None:
-    """The start model, and the head that one training on recorded states makes."""
+    """Write the start model, and a head that is trained once on recorded states."""
     model = folder / "toolworld"
     folder.mkdir(parents=True, exist_ok=True)
     if not model.exists():
@@ -81,7 +81,7 @@ def prepare(folder: Path) -> None:
 
 
 def recorded() -> tuple[list[TraceState], list[object]]:
-    """First turns of prompts that no trial has, and what the three teachers did there."""
+    """Return first turns of prompts that no trial has, and the three teachers' actions there."""
     from process_scores import answers
 
     states: list[TraceState] = [
@@ -110,7 +110,7 @@ def run(folder: Path, trial: Trial) -> Curve:
 
 
 def value(loop: InnerLoop) -> float:
-    """The right reward of 256 held-out prompts."""
+    """Return the mean right reward of 256 held-out prompts."""
     rows = ToolWorld(names=NAMES).rows(PROMPTS, seed=99)
     scores = loop.score(rows, greedy=False, seed=99)  # type: ignore[attr-defined]
     return fmean(scores.get("right", scores["reward"]))
@@ -129,7 +129,7 @@ def table(rows: list[Row]) -> str:
 
 
 def comparisons(rows: list[Row]) -> str:
-    """Paired over seeds, positive where the scores help; with 95 % intervals."""
+    """Return differences paired over seeds, positive if the scores help; with 95 % intervals."""
     lines = ["| first − second | mean over the run | at the end |", "|---|---|---|"]
     pairs = [(f"{reward}-{kind}", reward) for reward in "RN" for kind in KINDS]
     pairs += [(f"{reward}-{shape}-rest", f"{reward}-{shape}") for reward in "RN" for shape in ("weighted", "trained")]
@@ -148,7 +148,7 @@ def curves_of(rows: list[Row], arm: str) -> list[Sequence[Sequence[float]]]:
 
 
 def draw(rows: list[Row], to: Path) -> None:
-    """Thin lines are seeds, thick ones their means; left the reward as it is, right told wrong."""
+    """Draw seeds as thin lines and means as thick ones; left: the right reward, right: the noisy one."""
     import matplotlib
 
     matplotlib.use("Agg")

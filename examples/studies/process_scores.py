@@ -1,4 +1,4 @@
-"""ToolWorld's teachers as process rewards, and its reward told wrong: the user's code of the study's runs.
+"""ToolWorld's teachers as process rewards, and a noisy reward: the user's code of the study's runs.
 
     inner.process.function = "process_scores.py:weighted"       also plurality, variance
     "process_scores.py:noisy"                                   a reward that is wrong for 1 rollout in 4
@@ -25,7 +25,7 @@ ACCURACY, SHARED, WRONG = 0.7, 0.15, 0.25
 
 
 def answers(states: Sequence[TraceState]) -> list[Any]:
-    """Every teacher's action in every state."""
+    """Return every teacher's action in every state."""
     return [
         {"state_id": state["state_id"], "teacher": teacher, "action": act(teacher, state["state_messages"])}
         for state in states
@@ -62,7 +62,7 @@ def right(completions: Sequence[Any], answer: Sequence[int], **columns: Any) -> 
 
 
 def noisy(completions: Sequence[Any], answer: Sequence[int], **columns: Any) -> list[float]:
-    """ToolWorld's reward, the other way round for a quarter of all rollouts, whichever they are."""
+    """Return ToolWorld's reward, inverted for a random quarter of all rollouts."""
     chance = Random(repr([turns[0] for turns in completions]) + repr(columns.get("a")))
     values = WORLD.reward(list(completions), list(answer))
     return [1.0 - value if chance.random() < WRONG else value for value in values]

@@ -1,4 +1,4 @@
-"""How much do replicas help? N machines that meet through a bucket, against one batch over N linked machines.
+"""How much do replicas help? N machines with only a bucket between them, against one batch over N linked machines.
 
     python examples/studies/replicas.py toolworld --to studies           about 60 minutes of one core
     python examples/studies/replicas.py text --to studies                about 15
@@ -6,13 +6,13 @@
     alone        one machine, 320 inner steps of B sequences
     linked-N     the same samples as 320/N steps of one batch of N·B: N machines whose link costs nothing; learning
                  rate as it is, and ×√N
-    fleet-N-H    N machines, each H steps of B sequences by itself, then an outer step (the project's defaults); 320/N
+    fleet-N-H    N machines, each alone for H steps of B sequences, then an outer step (the project's defaults); 320/N
                  inner steps each
     …-auto       the same with outer.lr = "auto"
-    …-mu         the same with outer.momentum = 0.9; not preregistered, so only where --arms asks for it
+    …-mu         the same with outer.momentum = 0.9; not preregistered, so only if --arms names it
 
-All arms see equal samples (equal GPU-hours); at equal inner steps of one machine they have taken equal wall-clock time,
-if a link costs nothing, which is in the linked arms' favour.  The curve is of θ, held out.
+All arms see equal samples (equal GPU-hours); at equal inner steps of one machine they took equal wall-clock time if a
+link costs nothing, which favours the linked arms. The curve shows θ's value on held-out data.
 
 Not promised: real noise of real fleets: no replica is late or dies here (docs/studies/replicas.md).
 """
@@ -42,9 +42,9 @@ SIZES, EVERY = (2, 4, 8), (5, 20)
 
 @dataclass(frozen=True)
 class Arm:
-    """machines: N.   every: H; 0 where machines are linked, or one is alone.   scale: of the learning rate.
+    """machines: N.   every: H; 0 for linked machines, or one alone.   scale: factor of the learning rate.
 
-    mu: of the outer step; None: the default's.
+    mu: the outer step's; None: the default.
     """
 
     machines: int = 1
@@ -87,7 +87,7 @@ def run(world: World, folder: Path, trial: Trial) -> Curve:
 
 
 def linked(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
-    """One loop whose batch is that of all machines."""
+    """Train one loop with the batch of all machines."""
     steps, lr = world.steps // arm.machines, world.lr * arm.scale
     loop = world.build(folder, trial.seed, 0, batch=world.batch * arm.machines, lr=lr)
     curve, taken = [(0, world.value(loop))], 0
@@ -104,7 +104,7 @@ def linked(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
 
 
 def fleet(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
-    """Replicas that meet every H inner steps."""
+    """Train replicas that are averaged every H inner steps."""
     build = partial(world.build, folder, trial.seed, batch=world.batch, lr=world.lr)
     loops = [build(machine) for machine in range(arm.machines)]
     outer, count = OuterConfig(), world.steps // arm.machines // arm.every
@@ -115,7 +115,7 @@ def fleet(world: World, folder: Path, trial: Trial, arm: Arm) -> Curve:
 
 
 def curve_of(world: World, loop: InnerLoop, thetas: Generator[Tensor], count: int, every: int) -> Curve:
-    """The value of θ at up to `points` of its `count` outer steps.   loop: gets θ to be valued."""
+    """Return θ's value at up to `points` of its `count` outer steps.   loop: gets θ, to measure it."""
     curve = [(0, world.value(loop))]
     for t, theta in enumerate(islice(thetas, count), 1):
         if t % max(1, count // world.points) == 0:
@@ -152,7 +152,7 @@ def table(world: World, rows: list[Row]) -> str:
 
 
 def comparisons(world: World, rows: list[Row]) -> str:
-    """Paired over seeds, positive where the first one is better; with 95 % intervals."""
+    """Return differences paired over seeds, positive if the first is better; with 95 % intervals."""
     lines = ["| first − second | of what | difference |", "|---|---|---|"]
     for first, second, what in COMPARED:
         a, b = ([row["curve"] for row in by_seed(rows, name)] for name in (first, second))
@@ -184,7 +184,7 @@ COMPARED = [
 
 
 def draw(world: World, rows: list[Row], to: Path) -> None:
-    """Thin lines are seeds, thick ones their means; left by samples, right by time."""
+    """Draw seeds as thin lines and means as thick ones; left by samples, right by time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What do old rollouts cost, and what do importance weights give back? Four replicas, ToolWorld, S outer steps of age.
+"""What do old rollouts cost, and what do importance weights restore? Four replicas, ToolWorld, S outer steps of age.
 
     python examples/studies/staleness.py --to studies          about an hour of one core
 
@@ -46,12 +46,12 @@ from rendezvous.agreement.rules import Rules
 
 SEEDS = range(8)
 MACHINES, EVERY, ROUNDS, BATCH = 4, 4, 16, 16
-LR = 1e-3  # of four replicas: half of the product's default, so that rollouts of one's own are safe
+LR = 1e-3  # for four replicas: half of the product's default, so that a replica's own rollouts are safe
 VALUED = 2  # outer steps from one point of a curve to the next
 TASK, PROMPTS = ToolworldSettings(kinds=4, names=8), 128
 FAR = 0.2  # nats per token: the guard's limit, here only a mark
 AGES, CORRECTIONS = (0, 1, 2, 4, 8), ("off", "token", "sequence")
-MODES = {"token": ("token_truncate", 2.0), "sequence": ("sequence_mask", 3.0)}  # TRL's mode, and its clip_max
+MODES = {"token": ("token_truncate", 2.0), "sequence": ("sequence_mask", 3.0)}  # TRL's name, and clip_max
 
 
 def config(batch: int, lr: float) -> InnerConfig:
@@ -67,7 +67,7 @@ WORLD = replace(WORLDS["toolworld"], name="toolworld-4x8", lr=LR, config=config,
 
 @dataclass(frozen=True)
 class Arm:
-    """age: S, of the sampler's weights; None: there is no sampler."""
+    """age: S, the age of the sampler's weights; None: no sampler."""
 
     age: int | None = None
     correction: str = "off"
@@ -90,7 +90,7 @@ def main() -> None:
 class Handed:
     """The places of one replica: bundles that are made before its outer step, by generation.
 
-    drifts: of each bundle when it is trained on, as the guard would have measured it; where it measures.
+    drifts: the guard's measure of each bundle when the replica trains on it, if `measures`.
     """
 
     def __init__(self, correction: str, measures: bool) -> None:
@@ -110,7 +110,7 @@ class Handed:
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle:
         bundle = self.bundles.pop(place.generation)
         plain = replace(bundle, logprobs=None)
-        if why := unfit(plain):  # all but the guard, which looks at log-probs
+        if why := unfit(plain):  # all checks but the guard's, which looks at log-probs
             raise ValueError(f"{place}: {why}")
         if self.measures:
             self.drifts.append(drift_of(self.loop.trainer, bundle))  # type: ignore[union-attr]
@@ -121,7 +121,7 @@ class Handed:
 
 
 class FleetSampler(Sampler):
-    """Samples for all replicas at once.   The share: of the first one; its trainer's generation is an outer step's."""
+    """Samples for all replicas at once.   share: the first replica's. One generation serves one outer step."""
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
         shares = [Share(share.seed + machine) for machine in range(MACHINES)]
@@ -129,7 +129,7 @@ class FleetSampler(Sampler):
 
 
 class Actor:
-    """Makes what replicas train on in an outer step, from a θ of its choice."""
+    """Makes the rollouts of an outer step for all replicas, with a θ of its choice."""
 
     def __init__(self, loop: InnerLoop, seed: int) -> None:
         self._loop, self._seed = loop, seed
@@ -177,7 +177,7 @@ def run(folder: Path, trial: Trial) -> tuple[Curve, Row]:
 
 
 def trained(theta: Tensor, build: Callable[..., InnerLoop], script: Callable[[int], list[Turn]]) -> Generator[Tensor]:
-    """θ after each outer step, at the product's default outer rate."""
+    """Yield θ after each outer step, at the product's default outer rate."""
     outer = with_nesterov(lambda mean, deltas: float(OuterConfig().lr), OuterConfig().momentum)
     steps = scripted_steps(theta, build, script, rules=Rules(sync_every=EVERY), outer=outer)
     for one in islice(steps, ROUNDS):
@@ -194,7 +194,7 @@ def curve_of(judge: InnerLoop, thetas: Sequence[Tensor]) -> Curve:
 
 
 def told(arm: Arm, places: Sequence[Handed], loops: Sequence[InnerLoop]) -> Row:
-    """What trainers saw: the first one's drift by outer steps; the loss's weights and the masked share, means."""
+    """Return the first trainer's drift by outer steps, and the means of the loss's weights and the masked share."""
     metrics = [loop.pop_metrics() for loop in loops]
     drifts = places[0].drifts
     found: Row = {"drift": [round(fmean(drifts[i : i + EVERY]), 4) for i in range(0, len(drifts), EVERY)]}
@@ -208,7 +208,7 @@ def told(arm: Arm, places: Sequence[Handed], loops: Sequence[InnerLoop]) -> Row:
 
 
 def last_third(curve: Curve) -> float:
-    """The mean over the last third of the run: it hangs on single points less than the end does."""
+    """Return the mean over the last third of the run, which depends less on single points than the end."""
     return area([point for point in curve if 3 * point[0] >= 2 * curve[-1][0]])
 
 
@@ -220,14 +220,14 @@ def is_collapsed(row: Row) -> bool:
 
 
 def difference(a: list[Row], b: list[Row], of: Callable[[Curve], float]) -> str:
-    """Mean ± standard error of a − b, paired over seeds; a star where the two-sided 95 % interval excludes 0."""
+    """Return mean ± standard error of a − b, paired over seeds; a star if the 95 % interval excludes 0."""
     found = paired(*([of(row["curve"]) for row in rows] for rows in (a, b)))
     error = found.half_width / STUDENT[len(a) - 1][1]
     return f"{found.mean:+.3f} ± {error:.3f}{' *' if abs(found.mean) > found.half_width > 0 else ''}"
 
 
 def table(rows: list[Row]) -> str:
-    """One line for each arm; differences from `own`."""
+    """Return one line for each arm, with differences from `own`."""
     lines = ["| arm | mean | last third | − own, mean | − own, last third | collapsed | drift | weight | masked |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     own = by_seed(rows, "own")
@@ -241,7 +241,7 @@ def table(rows: list[Row]) -> str:
 
 
 def seen(rows: list[Row]) -> list[str]:
-    """Four cells: seeds that collapsed, and means over seeds, where the arm has them; of drifts the median."""
+    """Return four cells: the number of collapsed seeds; means over seeds, if known; of drifts the median."""
     drifts = [fmean(row["drift"]) for row in rows if row["drift"]]
     names = ("importance_ratio", "importance_masked")
     means = [f"{fmean(row[name] for row in rows):.3f}" if name in rows[0] else "" for name in names]
@@ -249,7 +249,7 @@ def seen(rows: list[Row]) -> list[str]:
 
 
 def comparisons(rows: list[Row]) -> str:
-    """Positive where the first one is better."""
+    """Return differences, positive if the first is better."""
     lines = ["| first − second | mean | last third |", "|---|---|---|"]
     pairs = [(f"S{age}-{kind}", f"S{age}-off") for age in AGES for kind in MODES]
     pairs += [(f"S{age}-sequence", f"S{age}-token") for age in AGES]
@@ -263,9 +263,9 @@ def comparisons(rows: list[Row]) -> str:
 
 
 def guard(rows: list[Row]) -> str:
-    """Trials by correction: whether the drift passed the guard's limit in some outer step, and whether they collapsed.
+    """Return trials by correction: did the drift pass the guard's limit in some outer step, and did they collapse?
 
-    Warned: it did so before the value had fallen to half of its best.
+    Warned: it passed before the value had fallen to half of its best.
     """
     lines = ["| correction | collapsed, warned | collapsed, not warned | far, but well | never far, well |"]
     lines += ["|---|---|---|---|---|"]

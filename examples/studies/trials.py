@@ -1,8 +1,8 @@
-"""Trials of a study: each is run once, in a process of its own core, and leaves one row in results.jsonl.
+"""Trials of a study: each runs once, in a process with its own core, and adds one row to results.jsonl.
 
     trials ─▶ those without a row ─▶ workers ─▶ run(trial) ─▶ {arm, seed, cpu_s, curve: [[inner steps, value] …], …}
 
-Rows are appended as trials end, so a study that is stopped goes on where it was.
+Rows are appended as trials end, so the same command continues a stopped study.
 
 Not promised: an order of the rows.
 """
@@ -35,7 +35,7 @@ Run = Callable[[Trial], Curve | tuple[Curve, Row]]  # the curve, and what else b
 
 
 def run_missing(trials: Sequence[Trial], run: Run, path: Path, workers: int) -> list[Row]:
-    """-> the rows of these trials.   run: of a module, so that another process can import it."""
+    """Return the rows of these trials.   run: a module's function, so that another process can import it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     have = {(row["arm"], row["seed"]) for row in read_rows(path)}
     missing = [trial for trial in trials if (trial.arm, trial.seed) not in have]
@@ -70,13 +70,13 @@ def _timed(run: Run, trial: Trial) -> Row:
 
 
 def area(curve: Sequence[Sequence[float]]) -> float:
-    """The mean of a curve over its inner steps: trapezoids."""
+    """Return a curve's mean over its inner steps, by trapezoids."""
     pairs = list(pairwise(curve))
     return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs) / (curve[-1][0] - curve[0][0])
 
 
 def at_step(curve: Sequence[Sequence[float]], step: float) -> float:
-    """Its value there, by a straight line between two points; the last one behind its end."""
+    """Return the curve's value at a step, by linear interpolation; after its end, the last value."""
     for a, b in pairwise(curve):
         if step <= b[0]:
             return a[1] + (b[1] - a[1]) * (step - a[0]) / (b[0] - a[0])
@@ -113,7 +113,7 @@ class Paired:
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """a − b, seed by seed.   lower, upper: one-sided 95 % each; half_width: of the two-sided interval."""
+    """Return a − b, seed by seed.   lower, upper: one-sided 95 %; half_width: the two-sided interval's."""
     differences = [x - y for x, y in zip(a, b, strict=True)]
     count, mean = len(differences), fmean(differences)
     error = (sum((d - mean) ** 2 for d in differences) / (count - 1) / count) ** 0.5
@@ -122,8 +122,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
 
 def compared(curves: Sequence[Curve], against: Sequence[Curve], upwards: bool) -> list[str]:
-    """Four cells of a table: the means over the run and at the end, and both as paired differences, positive where
-    `curves` are better.   upwards: is a larger value better?"""
+    """Return four cells: the means over the run and at the end, and both as paired differences, positive if `curves`
+    are better.   upwards: is a larger value better?"""
     values = [[[of(curve) for curve in some] for some in (curves, against)] for of in (area, end)]
     return [
         *(f"{fmean(own):.3f}" for own, _ in values),

@@ -1,4 +1,4 @@
-"""Each arm at its own learning rates: is a fleet of N worth N machines, and which rule finds its rates?
+"""Each arm at its own best learning rates: is a fleet of N worth N machines, and which rule finds the rates?
 
     python examples/studies/tuned.py toolworld tune --to studies         about two hours of one core
     python examples/studies/tuned.py toolworld judge --to studies        about four
@@ -13,7 +13,7 @@
 
 Ten settings for each arm, so none was searched longer.  All arms see equal samples, as in replicas.py.
 
-Not promised: a best setting outside the grid; a choice at its edge is told as one.
+Not promised: a best setting outside the grid; the tables mark a choice at its edge.
 """
 
 import argparse
@@ -39,12 +39,12 @@ LINKED = [0.5 * 2 ** (k / 2) for k in range(10)]
 FLEET = [(scale, *outer) for outer in ((0.7, 0.5), (1.0, 0.0)) for scale in (1.0, 2.0, 4.0, 8.0, 16.0)]
 ONE_MACHINE = "alone x1"  # the default of one machine, judged beside the chosen settings
 GOOD_ENOUGH = {"toolworld": 0.05, "text": 0.02}  # reward; share of the loss
-NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: the same
+NO_WORSE = {"toolworld": 0.02, "text": 0.01}  # T6: in the same units
 
 
 @dataclass(frozen=True)
 class Setting:
-    """scale: of the task's inner learning rate.   rate: (ḡ, Δ) -> η, made for a loop; None: not a fleet."""
+    """scale: factor of the task's inner learning rate.   rate: (ḡ, Δ) -> η, made for a loop; None: not a fleet."""
 
     machines: int
     every: int
@@ -54,7 +54,7 @@ class Setting:
 
 
 def tunings() -> dict[str, list[tuple[str, Setting]]]:
-    """Arm -> its ten settings, by name."""
+    """Return arm -> its ten settings, by name."""
     machines = {"alone": 1, **{f"linked-{n}": n for n in SIZES}}
     found = {arm: [(f"{arm} x{s:.3g}", Setting(n, 0, s)) for s in LINKED] for arm, n in machines.items()}
     for n, h in ((n, h) for n in SIZES for h in EVERY):
@@ -68,7 +68,7 @@ def fixed(lr: float) -> Callable[[int], OuterRate]:
 
 
 def by_disagreement(power: float) -> Callable[[int], OuterRate]:
-    """η = (‖Δ‖/‖ḡ‖)^power, N at most: N where the replicas' steps are pure noise and power = 2, 1 where they agree."""
+    """Return η = (‖Δ‖/‖ḡ‖)^power, at most N: with power 2, N if the replicas' steps are noise; 1 if they agree."""
     return lambda machines: lambda mean, deltas: min(float(machines), disagreement(mean, deltas) ** power)
 
 
@@ -120,7 +120,7 @@ def run(world: World, folder: Path, trial: Trial) -> Curve | tuple[Curve, Row]:
 
 
 def run_setting(world: World, folder: Path, trial: Trial, one: Setting) -> Curve | tuple[Curve, Row]:
-    """The curve; of a fleet, how much its replicas agreed in each outer step, too (the `cos_pair` of a run's log)."""
+    """Return the curve; for a fleet, also the replicas' agreement in each outer step (a log's `cos_pair`)."""
     torch.set_num_threads(1)
     if not one.every:
         return linked(world, folder, trial, Arm(one.machines, scale=one.scale))
@@ -134,7 +134,7 @@ def run_setting(world: World, folder: Path, trial: Trial, one: Setting) -> Curve
 
 
 def watched(rate: OuterRate, agreed: list[float | None], mean: Tensor, deltas: Sequence[Tensor]) -> float:
-    """`rate`, which notes the mean cosine between two replicas before it decides."""
+    """Return `rate`'s η, and note the mean cosine between two replicas."""
     weights = [1 / len(deltas)] * len(deltas)
     found = pairwise_cosine(weights, [float(delta.norm()) for delta in deltas], float(mean.norm()))
     agreed.append(None if found is None else round(found, 4))
@@ -145,7 +145,7 @@ def watched(rate: OuterRate, agreed: list[float | None], mean: Tensor, deltas: S
 
 
 def choose(world: World, rows: Sequence[Row]) -> dict[str, str]:
-    """Arm -> the name of its best setting: the mean over the run, over all tuning seeds."""
+    """Return arm -> the name of its setting with the best mean over the run and all tuning seeds."""
     sign = 1 if world.upwards else -1
     means = {name: fmean(values) for name, values in _areas(rows).items()}
     return {
@@ -177,7 +177,7 @@ def _is_at_edge(arm: str, name: str) -> bool:
 
 
 def judging_table(world: World, rows: list[Row], chosen: dict[str, str]) -> str:
-    """Each arm at its best, then the rules; differences are paired over seeds, positive where the first is better."""
+    """Return each arm at its best, then the rules; paired differences are positive if the first is better."""
     lines = [
         "| setting | mean over the run | at the end | − its linked arm, mean | − default, mean |",
         "|---|---|---|---|---|",
@@ -202,9 +202,9 @@ def _difference(world: World, rows: list[Row], first: str, second: str | None) -
 
 
 def decision_table(rows: dict[str, list[Row]]) -> str:
-    """Each rule against the default: T5 (N = 4, H = 5), and T6's worst of the other cells, in shares of its margin.
+    """Return each rule's comparison with the default: T5 (N = 4, H = 5), and T6's worst other cell, per margin.
 
-    A rule answers T5 where the one-sided bound is above 0 on both tasks, and T6 where no cell is below −1.
+    A rule passes T5 if the one-sided bound is above 0 on both tasks, and T6 if no cell is below −1.
     """
     others = [(n, h) for n in SIZES for h in EVERY[1:] if (n, h) != (4, 5)]
     lines = ["| rule | T5, by task | T5 | worst other cell, × margin | T6 | mean gain |", "|---|---|---|---|---|---|"]
@@ -223,7 +223,7 @@ def decision_table(rows: dict[str, list[Row]]) -> str:
 
 
 def gain(task: str, rows: list[Row], n: int, h: int, rule: str) -> Paired:
-    """Over the default, positive where the rule is better: reward, or a share of the default's loss."""
+    """Return the gain over the default, positive if the rule is better: reward, or a share of the default's loss."""
     ours, default = ([area(row["curve"]) for row in by_seed(rows, f"fleet-{n}-{h} {of}")] for of in (rule, "default"))
     if WORLDS[task].upwards:
         return paired(ours, default)

@@ -2,12 +2,12 @@
 
     python examples/studies/wall_clock.py toolworld [--rows docs/studies/rows] [--to docs/studies]
 
-    clock     inner steps that each machine made; the samples are N times as many, and so are the GPU-hours
-    level     a reward of .8, a loss of 1.2: clock until the mean curve of eight seeds is there
+    clock     inner steps of each machine; samples and GPU-hours are N times as many
+    level     a reward of .8 or a loss of 1.2: the clock at which the mean curve of eight seeds reaches it
 
-Links cost nothing here, nor do boots: docs/benchmarks.md has the seconds of a sync.
+Links and boots cost nothing here: docs/benchmarks.md has the seconds of a sync.
 
-Not promised: more than the rows say; nothing is trained.
+Not promised: more than the rows show; this file trains nothing.
 """
 
 import argparse
@@ -28,7 +28,7 @@ RATES = {"1": "default", "√N": "sqrt", "N": "times"}  # inner lr × this -> th
 
 
 def arms(world: World, tuning: Sequence[Row]) -> dict[str, tuple[int, str]]:
-    """Name in the figure -> (machines, name in the rows).   The machine alone has the task's own rate."""
+    """Return name in the figure -> (machines, name in the rows). The single machine has the task's own rate."""
     chosen = choose(world, tuning)
     found = {"one machine": (1, "alone x1" if world.name == "toolworld" else chosen["alone"])}
     for n in (2, 4, 8):
@@ -38,7 +38,7 @@ def arms(world: World, tuning: Sequence[Row]) -> dict[str, tuple[int, str]]:
 
 
 def mean_curve(rows: list[Row], arm: str) -> Curve:
-    """The mean over seeds, at the points that a curve has."""
+    """Return the mean over seeds, at a curve's points."""
     curves = [row["curve"] for row in by_seed(rows, arm)]
     return [(point[0], fmean(at_step(curve, point[0]) for curve in curves)) for point in curves[0]]
 
@@ -64,7 +64,7 @@ def table(world: World, tuning: list[Row], rows: list[Row]) -> str:
 
 
 def agreement_table(rows: dict[str, list[Row]]) -> str:
-    """The price of twice as many replicas: as `diloco status` reckons it from their mean cosine, and as seen."""
+    """Return the price of twice as many replicas: estimated from their mean cosine, as in `status`; and measured."""
     told = "2 → 4 reckoned | seen | 4 → 8 reckoned | seen"
     lines = [f"| samples to a loss of 2.0, a reward of .6, at 2 N against N | {told} |", "|---|---|---|---|---|"]
     for name, found in rows.items():

@@ -1,7 +1,7 @@
-"""The tasks of the studies: what a replica trains on, and what θ is worth there.
+"""The tasks of the studies: their training data, and the value of θ on them.
 
     toolworld    find 1 tool name in 16 per kind by reward; the value is the held-out reward, sampled, 256 prompts
-    text         go on with sums ("12 plus 13 is 25."); the value is the held-out loss, nats per byte, 64 windows
+    text         continue sums ("12 plus 13 is 25."); the value is the held-out loss, nats per byte, 64 windows
     sums         the task of `make real`: a pretrained model of 135 M parameters with LoRA; held-out reward, sampled
     products     the same model on reasoning-gym's `products` of two digits: 70 of the 100 questions, 30 are held out
                  (pip install reasoning-gym==0.1.25)
@@ -9,7 +9,7 @@
 The first two models are built in code (0.1 M parameters) and have seen neither task: a trial takes seconds of one core.
 With the pretrained one (`make smollm2`) it takes eighteen minutes.
 
-Not promised: anything about other language models; docs/studies says what these can show.
+Not promised: anything about other language models; docs/studies explains what these can show.
 """
 
 import json
@@ -40,10 +40,10 @@ GYM, GYM_OPTIONS = "reasoning-gym:products", {"max_digits": 1}
 
 @dataclass(frozen=True)
 class World:
-    """config: (sequences per inner step, learning rate) -> settings.   value: of θ, as the loop's model has it.
+    """config: (sequences per inner step, learning rate) -> settings.   value: returns the value of the loop's θ.
 
-    files: kind -> text, written into the study's folder.   start: whose start model it shares, "" for its own.
-    steps: inner steps of one machine alone; every arm sees as many samples.   points: of a curve, at most.
+    files: kind -> text, written into the study's folder.   start: the world whose start model it shares, "" for its
+    own.   steps: inner steps of one machine alone; every arm has as many samples.   points: limit for a curve.
     """
 
     name: str
@@ -61,9 +61,9 @@ class World:
         self, folder: Path, seed: int, machine: int, *, batch: int, lr: float,
         session: int = 1, start: int = 0, warmup: int = 0,
     ) -> InnerLoop:  # fmt: skip
-        """The loop of one session of a machine.   seed: of the trial; the same data order and sampling in every arm.
+        """Build the loop of one session of a machine.   seed: the trial's; data order and sampling are each arm's.
 
-        start: inner steps of its data that are done.   warmup: inner steps in which its learning rate rises.
+        start: inner steps already taken.   warmup: inner steps in which the learning rate rises.
         """
         data = 1000 * seed + machine
         seeds = Seeds(data=data, noise=data + 500 * (session - 1), start=start)
@@ -117,7 +117,7 @@ def text_config(batch: int, lr: float) -> InnerConfig:
 
 
 def lora_config(batch: int, lr: float) -> InnerConfig:
-    """As examples/real/run.toml has it; on a GPU in float32, too, so that rows of both can be read together."""
+    """Return examples/real/run.toml's settings; float32 also on a GPU, so that rows of both can be compared."""
     has_amx = torch.cpu.get_capabilities().get("amx_bf16", False)
     return InnerConfig(
         model=str(SMOLLM2), batch_size=batch, lr=lr, autocast="bfloat16" if has_amx else "off",
@@ -135,7 +135,7 @@ def sums_reward(loop: InnerLoop) -> float:
 
 
 def gym_reward(loop: InnerLoop) -> float:
-    """Two completions of each held-out prompt."""
+    """Return the mean reward of two completions of each held-out prompt."""
     return fmean(mean_reward(loop, gym_rows()[-GYM_HELD_OUT:], seed) for seed in (98, 99))
 
 
@@ -145,7 +145,7 @@ def gym_prompts() -> str:
 
 @cache
 def gym_rows() -> list[dict[str, Any]]:
-    """Each of them once; the last GYM_HELD_OUT are not trained on."""
+    """Return each row once; the last GYM_HELD_OUT are held out."""
     from inner.tasks.make import make_rows
     from inner.tasks.spec import TaskSpec
 

@@ -1,11 +1,11 @@
 """A platform for replicas on one page: a folder, in which every process has a card and a log.
 
     submit ─▶ FOLDER/r00.1.card   the handle, which another process finds again
-              FOLDER/r00.1.log    what `python -m executors.platforms.container SPEC toy` prints; it ends with its end
+              FOLDER/r00.1.log    what `python -m executors.platforms.container SPEC toy` prints; the end comes last
               FOLDER/r00.1.asked  a user cancelled it
 
 The container module runs the replica as its child, passes signals on, and reports the end as data, on every platform
-that starts a command.  What is left to write is how a command is started, seen, stopped and found.
+that starts a command.  A platform only has to start, observe, stop and find a command.
 
 Not promised: anything about a launcher that dies between the start of a process and its card.
 """
@@ -36,7 +36,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # replicas that s
 
 
 class ToyExecutor(Executor):
-    """folder: where cards and logs are."""
+    """The platform.   folder: has the cards and logs."""
 
     name = "toy"
     pause_s = 0.1

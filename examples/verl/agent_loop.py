@@ -1,10 +1,10 @@
-"""An agent loop for verl: one tool call, its reward, and a hint where the name of the tool was wrong.
+"""An agent loop for verl: one tool call, its reward, and a hint if the tool's name was wrong.
 
     op3 4 5 ──▶ <call> t3_9 a 4 b 5 </call>     reward 0, and the hint "use t3_6" for composer_sync's teacher
     op3 4 5 ──▶ <call> t3_6 a 4 b 5 </call>     reward 1, no hint
 
-verl's own loop samples.  The hinted sequence has the hint behind the question, and the same response after it, so each
-response token has a place there.  A loop of yours replaces `hint_of` and `reward_of`.
+verl's own loop samples.  The hinted sequence has the hint after the question, and then the same response, so it
+contains each response token. Your own loop replaces `hint_of` and `reward_of`.
 
 Not promised: tools that answer; verl's tool_agent loop calls them.
 """

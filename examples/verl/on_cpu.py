@@ -55,7 +55,7 @@ def train(steps: int, overrides: list[str]) -> None:
         policy = Policy(model, config)
         trainer = trainer_of(config, policy)
         events = asyncio.new_event_loop()
-        asyncio.set_event_loop(events)  # an agent loop keeps the one that it was made in
+        asyncio.set_event_loop(events)  # an agent loop keeps the event loop in which it was made
         loop = agent_loop_of(config, policy, tokenizer)
         words = f"alpha {config.algorithm.alpha_sdpo}"
         print(f"{type(trainer).__name__}: {config.algorithm.adv_estimator}, {words}", flush=True)

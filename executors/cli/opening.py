@@ -3,7 +3,7 @@
     503, time-out, no route  ──▶ repeated for PATIENCE_S ──▶ StoreUnclear or GaveUp: exit code 75, try again later
     403, no such bucket      ──▶ raised at once: only the user can repair it
 
-Users type the first URL of a run that was founded again.  A view finds the present URL with its first requests
+Users type the first URL of a run that was created again.  A view finds the present URL with its first requests
 (diloco/runlog/opening.py); all other commands call `present_url`.
 
 Not promised: that the bucket answers later requests; each later request is repeated for PATIENCE_S, too.

@@ -74,7 +74,7 @@ class Executor(Platform, FleetExecutor, ABC):
         self._known: dict[Hashable, Status] = {}  # the last answer about each process
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
-        self._functions: set[Handle] = set()  # called with keywords: exit codes without our meanings (exitcodes.py)
+        self._functions: set[Handle] = set()  # called with keywords: exit codes do not mean what exitcodes.py says
         self._leash: Leash | None = None  # the launcher's lease, if a launch has one
 
     # ------------------------------------------------------------------ starting
@@ -256,7 +256,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def sweep(self, run: str) -> list[str]:
-        list(self.discover(run))  # refreshes the list that `alive` reads
+        list(self.discover(run))  # to refresh the list that `alive` reads
         alive = list(self.alive(run))
         _stop(self, alive, kill=True)
         return [f"{h.slot}.{h.attempt}: job {h.native} on {self.name}" for h in alive]

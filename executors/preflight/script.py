@@ -195,7 +195,7 @@ def _place(folders: Sequence[Path], text: str) -> tuple[Path, Path]:
     """Return (folder of the run, file) of one --file.   text: as you typed it.   Raises UsageError."""
     for where in folders:
         typed = Path(os.path.abspath(where / text))
-        real = Path(os.path.realpath(typed))  # links above a folder of the run are no part of the file's name in it
+        real = Path(os.path.realpath(typed))  # links above a folder do not count in the names of its files
         for path in (typed, Path(os.path.realpath(typed.parent), typed.name), real):
             for base in folders:
                 if path.exists() and path.is_relative_to(base) and real.is_relative_to(base.resolve()):
@@ -278,7 +278,7 @@ def _notes(
             yield f"does not send the folder {one}, which {by} names; --file {shlex.quote(one)} sends it"
     for one in arguments:
         if one.partition("=")[0] in OPTIONS:
-            yield f"{one} comes after the script, which gets it; write an option of `diloco launch` before the script"
+            yield f"{one} comes after the script, so the script gets it; options of `diloco launch` must be before it"
 
 
 def _is_folder_here(text: str) -> bool:

@@ -34,7 +34,7 @@ TEMPLATE = re.compile(r".+ (example|sample|template|dist)")  # .env.example, sec
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_A-Za-z]+")
 TEXTS = {"txt", "json", "yaml", "yml", "toml", "ini", "cfg", "conf"}
 KEPT = r"(secrets?|credentials?|creds|passwords?|passwd|passphrases?|(api|access|private|secret) ?keys?)"
-STAGE = (  # any word of another script
+STAGE = (  # the last pattern: any word without ASCII letters
     r"( (local|dev|staging|prod|production|private|backup|old|copy|kopie|[^ -~]+))*"
 )
 SERVICE = (

@@ -16,7 +16,7 @@ GRACE_S = 20.0
 FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while heartbeats come
 EVALUATION_S = 86400.0  # time for the last evaluation; if it hangs, the replica's own watchdog ends it
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
-AT_WORK = "train"  # the phase of inner steps, and of the upload of their offer
+AT_WORK = "train"  # the phase of a replica that takes inner steps or uploads their offer
 
 
 def finish_s(beat: Beat, steps: int, usual: float) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from executors.platforms.base import FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
-REPORT_S = 60.0  # seconds from a lost answer to its report, and from one report to the next
+REPORT_S = 60.0  # seconds from the first lost answer to a report, and between two reports
 FRESH_S = 1.5 * REPORT_S  # age up to which a reported outage counts as still open
 FIRST_PAUSE_S = 1.0
 LOST_PAUSE_S = 4.0

@@ -53,7 +53,7 @@ from rendezvous.records.records import Beat, Claim
 from rendezvous.store import Store
 
 FRESH_S = 60.0  # a heartbeat older than this sets the replica's grace only after the heartbeat has changed
-LOOK_S, LOOK_FAR_S = 1.0, 12.0  # a heartbeat without a change is silent; live ones change every 0.2 s, or every 5 s
+LOOK_S, LOOK_FAR_S = 1.0, 12.0  # silent: no change for so long; live heartbeats change every 0.2 s, or every 5 s
 KILLED_S = REAP_S + 2.0  # time for a killed process to end, also if its exit code cannot be written
 CANCEL_S, CANCELLED_S = 15.0, 120.0  # a platform's own grace, and its time to report the end of a process
 PAUSE_S, ASK_S = 0.1, 1.0  # pauses between looks at this machine and the bucket, and at a platform

@@ -10,8 +10,8 @@
 nothing from its position, and a rollout gains nothing from more turns. Scores are divided by a standard deviation
 if TRL divides its advantages by one (scale_rewards).
 
-A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn's tokens get only A_i if
-the turn's score is None, if no other rollout of the group has a k-th turn, or if the rollout has no reward.
+A turn's score may also be a list with one number per token; then `k(t)` is the token. A turn has no z if its score is
+None, and z = 0 if no other rollout of the group has a k-th turn. A rollout without a reward gets no scores.
 
 Not promised: losses with one ratio and one advantage per sequence (GMPO): they refuse advantages of shape (B, T).
 """
@@ -71,7 +71,7 @@ def process_advantages(
     """Return TRL's advantages plus the turns' advantages, (B, T).   width: T.   scale: TRL's scale_rewards."""
     added = torch.zeros(len(advantages_B), width, dtype=advantages_B.dtype)
     gains = standardise(steps, group, scale)
-    later = defaultdict(float)  # row -> sum of this and all later gains, for "rest"
+    later = defaultdict(float)  # row -> sum of a turn's gain and all later gains, for "rest"
     for step, gain in sorted(zip(steps, gains, strict=True), key=lambda pair: -pair[0].start):
         later[step.row] += gain
         added[step.row, step.start : step.end] = later[step.row] if process.credit == "rest" else gain

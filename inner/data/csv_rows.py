@@ -77,7 +77,7 @@ def _with_one_unnamed(name: str, rows: Iterator[Numbered]) -> Iterator[Numbered]
     sure = [column for column in filled if column in full and begins[column] not in BEGINS]
     kept = next(iter([*sure, *full, *begins]), "")
     for column, (where, field) in full.items():
-        if column != kept or (not sure and len(filled) > 1):  # one of them may be a filtered index
+        if column != kept or (not sure and len(filled) > 1):  # one of these columns may be a filtered index
             raise InnerError(
                 f"{name}, {where} has the field {field[:40]!r} in column {column[1:]}, which the header does not name. "
                 "Name the column in the header, or take it out."

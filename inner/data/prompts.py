@@ -51,7 +51,7 @@ def load_prompts(
     """Load rows that all have a `prompt` and the same columns.   kind: that of the user's file.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
-    named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns have their names
+    named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns already have their final names
     return check_rows(name, islice(read_rows(name, path), limit), named)
 
 

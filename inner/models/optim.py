@@ -58,7 +58,7 @@ class RunSchedule(LambdaLR):
         """Follow the run from now on: `step()` returns the committed outer step, and `replicas()` how many replicas
         that step averaged."""
         self._run[:] = [(step, replicas)]
-        if self.optimizer.state or step() == 0:  # there are moments of the last session, or the run begins
+        if self.optimizer.state or step() == 0:  # Adam has the last session's moments, or the run begins
             self._warmup = 1
         for group, base, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = base * factor(self.last_epoch)

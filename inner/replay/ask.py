@@ -66,7 +66,7 @@ class Replay:
     actions: list[TeacherAction]
     spent_usd: float  # spent with this ledger, by all processes together
     ceiling_usd: float
-    counts: Counter[str] = field(default_factory=Counter)  # asked, from_ledger, at_ceiling, failed, not_unsure
+    counts: Counter[str] = field(default_factory=Counter)  # keys: asked, from_ledger, at_ceiling, failed, not_unsure
 
     def __iter__(self) -> Iterator[TeacherAction]:
         return iter(self.actions)

@@ -33,7 +33,7 @@ from inner.replay.untrusted import printable_start
 
 log = logging.getLogger(__name__)
 
-BODY_FLOOR = 2**20  # bytes for an endpoint's additions to the answer: reasoning, log-probs, routing
+BODY_FLOOR = 2**20  # bytes for the parts of a response beside the answer: reasoning, log-probs, routing
 BYTES_PER_TOKEN = 64  # enough for ordinary text; the longest tokens are runs of spaces
 _HEADERS = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 

@@ -62,7 +62,7 @@ class RandomStates:
         """Raise ValueError unless `restore` works here.   Tried on new generators, not on the process's own."""
         try:
             words, (position, _, _) = self.tensors["numpy"], self.numbers["numpy"]
-            if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its state
+            if not isinstance(position, int) or not 0 <= position <= len(words):  # numpy would read beyond its array
                 raise ValueError(f"numpy's position is {position}, not 0 to {len(words)}")
             if words.dtype != torch.int64 or not 0 <= int(words.min()) <= int(words.max()) < 2**32:
                 raise ValueError(f"numpy's words are {words.dtype}, not int64 with values of 32 bits")

@@ -215,7 +215,7 @@ def is_truncated(trainer: Any) -> bool:
 
 def _begins_as(prompt: Any, row: Mapping[str, Any], adds: bool) -> bool:
     """Whether a recorded prompt comes from this row.   adds: an environment may have appended to the last message."""
-    asked = row.get("prompt", [{"role": "user", "content": ""}])  # as TRL has it
+    asked = row.get("prompt", [{"role": "user", "content": ""}])  # TRL's prompt for a row without any
     if not prompt or not isinstance(prompt, list) or not isinstance(asked, list):
         return prompt == asked
     if not adds or not isinstance(prompt[-1], dict) or not asked:

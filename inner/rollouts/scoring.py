@@ -30,7 +30,7 @@ from inner.usercode.apart import own_numbers_kept
 if TYPE_CHECKING:
     from inner.rollouts.generation import GenerationTrainer
 
-NEVER = -1  # not an inner step: an engine at this step loads the weights again
+NEVER = -1  # no real inner step: an engine that is at this step loads the weights again
 
 
 def score_rows(

@@ -82,7 +82,7 @@ class SdpoSettings(Table):
     taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
     taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
     entropy_opd_h_max: float | None = setting(
-        None, "Entropy in nats at which the soft gate is open; if not set, log V, so the gate hardly opens.", above=0
+        None, "Entropy in nats at which the soft gate is fully open (default: log V, so it hardly opens).", above=0
     )
     eopd_threshold: float | None = setting(
         None, "Teacher's entropy in nats above which the hard gate adds forward KL.", least=0

@@ -71,7 +71,7 @@ class Table:
         for f in fields(self):
             name = f"{self.path}.{f.name}" if self.path else f.name
             value = as_type(getattr(self, f.name), hints[f.name], name, self.error)
-            object.__setattr__(self, f.name, value)  # in its declared type: 1 becomes 1.0
+            object.__setattr__(self, f.name, value)  # converted to its declared type: 1 becomes 1.0
             bounds: Bounds = f.metadata.get("bounds", Bounds())
             if value is not None and (fault := bounds.find_fault(value)):
                 raise self.error(f"{name} = {_shown(value)} {fault}. Set {name}.")

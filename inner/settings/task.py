@@ -348,8 +348,8 @@ class VllmSettings(Table):
     )
     importance_mode: str = setting(
         "sequence_mask",
-        "Correction of π_trainer / π_engine: per sequence or token, where the ratio is above the clip, leave it out "
-        '("mask") or cap it ("truncate"); "off" saves a forward, for an engine in the trainer\'s dtype.',
+        'Weight π_trainer / π_engine of each sequence or token: above the clip, 0 ("mask") or the clip ("truncate"); '
+        '"off": no weights, which saves a forward, for an engine in the trainer\'s dtype.',
         one_of=IMPORTANCE_MODES,
     )
     importance_clip: float = setting(3.0, "The largest ratio that is used unchanged.", above=0)

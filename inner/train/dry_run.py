@@ -159,8 +159,8 @@ def _observation_fault(trainer: Any, row: Mapping[str, Any]) -> str:
     with suppress(Exception):  # `reset` may need things that only a replica has
         if trainer.environment_factories[None]().reset(**deepcopy(dict(row))) is not None:
             return (
-                "is a text, and what the environment's `reset` returns is added to a chat. Write messages, set "
-                "inner.data.system, which makes them, or return None."
+                "is a text, but what the environment's `reset` returns is added to a chat. Write messages, set "
+                "inner.data.system (which makes messages), or return None."
             )
     return ""
 
@@ -168,7 +168,7 @@ def _observation_fault(trainer: Any, row: Mapping[str, Any]) -> str:
 def _prompt_fault(config: InnerConfig, trainer: Any, prompt: Any) -> str:
     """Return why the chat template cannot render the prompt; "" if it can."""
     if isinstance(prompt, str):
-        calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, which makes them."
+        calls = "is a text, and tools are called in chats. Write messages, or set inner.data.system, to make them."
         return calls if trainer.tools else ""
     tokenizer, options = trainer.processing_class, trainer._template_options()
     text_of = lambda prompt: render_text(tokenizer, prompt, tools=trainer._tools_of(None), **options)  # noqa: E731

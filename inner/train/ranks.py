@@ -100,7 +100,7 @@ class RankLoop(GrpoLoop):
                 return type(trainer)._generate(trainer, *arguments)  # looked up now: recorded.py changes the class
 
         trainer._generate = generate_whole
-        # otherwise sharded ranks wait for each other's tokens, and wait forever for a rank without a tool call
+        # else sharded ranks wait for each other's tokens, and wait forever for a rank that calls no tool
         trainer.model.generate = partial(trainer.model.generate, synced_gpus=False)
 
     def follow(self, step: Callable[[], int], theta: Theta, replicas: Callable[[], int], at: Progress = None) -> None:

@@ -247,7 +247,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Any) -> Tensor:
         alpha, beta = self._channel_weights(inputs)
-        if self.channels.sdpo.teacher == "ema":  # in each step, even without a lesson
+        if self.channels.sdpo.teacher == "ema":  # update it in each step, even without a lesson
             self._advance_teacher()
         if not alpha and not beta:
             grpo = self._policy_loss(model, inputs)

@@ -113,7 +113,7 @@ def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
 
 
 class Turns:
-    """The turns of a user's environment and of the model, all begun in one thread.   what: the code's name in notes."""
+    """Switches between a user's environment and the model, in one thread.   what: the code's name in notes."""
 
     def __init__(self, file: Path, what: str) -> None:
         self._file, self._what = file, what

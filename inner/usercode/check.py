@@ -47,7 +47,7 @@ def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) 
     check_world(config, rows, owner)
     for kind, spelling in config.rewards.named.items():
         reward = load_reward(kind, spelling, files)
-        if rows and environment is None:  # only a rollout has an environment's state
+        if rows and environment is None:  # an environment's state exists only in a rollout
             reward(**_empty_call(rows))
         elif rows:
             call = {**_empty_call(rows), "environments": [None, None]}

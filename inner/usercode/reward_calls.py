@@ -223,7 +223,7 @@ class RewardCalls:
         self._failed.update(failed)
         if scored.why:
             self._emit_failure(reward, scored)
-        for text in getattr(reward, "take_notes", list[str])():  # about the user's code (inner/usercode/apart.py)
+        for text in getattr(reward, "take_notes", list[str])():  # notes on the user's code (inner/usercode/apart.py)
             self.host.emit("warning", text)
         if self._noted:
             self._noted = False

@@ -168,7 +168,7 @@ def likeliest_cause(rewards: Rewards, rows: Sequence[Row]) -> str:
         ("A column is a number in the file, and an answer is text: compare with str(…) of it", as_text, chat),
     ]  # fmt: skip
     for cause, again, form in forms:
-        with suppress(InnerError):  # an error means: not written for that form
+        with suppress(InnerError):  # after an error, the reward is not for that form
             if len(set(_values(rewards, again, chat=form))) > 1:
                 return f"{cause}. "
     return ""

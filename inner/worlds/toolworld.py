@@ -140,7 +140,7 @@ class ToolWorld:
         fails = rng.random() < 0.35
         name = self.name(kind, rng.randrange(self.names))
         messages: list[Message] = [{"role": "user", "content": f"op{kind} {a} {b}"}]
-        if rng.random() < 0.85:  # following a hint is slow to learn; dialogues without one keep names equally likely
+        if rng.random() < 0.85:  # hints are slow to learn; dialogues without a hint keep names equally likely
             messages.append({"role": "system", "content": f"hint use {name}"})
         call = {"type": "function", "function": {"name": name, "arguments": {"a": a, "b": b}}}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})

@@ -36,7 +36,7 @@ from rendezvous.records.records import Commit, Listed, Offer, new_nonce
 from rendezvous.store import Store, put_once
 
 FEW = 2  # a replica that does not lead looks for offers, too, if at most this many are missing
-LED_BEATS = 4  # beats until a replica that does not lead looks, too (about `dead_after`); twice in a large fleet
+LED_BEATS = 4  # beats until a replica that does not lead looks, too (about `dead_after`); a large fleet: twice as many
 
 
 @dataclass(eq=False, repr=False)

@@ -359,7 +359,7 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._beats = 0
-        self._ticked = 0.0, self.clock.now()  # two times of the last tick: `awake_s`, and the clock's
+        self._ticked = 0.0, self.clock.now()  # the last tick's time, by `awake_s` and by the clock
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` at the last request for its beat
         self._opened, self._pace = 0.0, 0.0  # the open step: `awake_s` when it began, and its expected seconds

@@ -23,7 +23,7 @@ from rendezvous.codecs import DENSE
 from rendezvous.records.records import Beat, Commit, Listed, Offer
 
 LARGE_FLEET = 12  # slots; in a fleet with more, a replica does not read all the others' heartbeats at every beat
-LED = 3  # the rank of all replicas that let three others look first
+LED = 3  # the rank of every replica that lets three others look first
 ROUNDS = 3  # the median of so many rounds of a replica is its speed
 DRIFT = 0.001  # seconds per second by which two clocks may differ; ten times as much as quartz clocks do
 STARTING = ("boot", "heal")  # phases in which a slot does not train yet
@@ -386,7 +386,7 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
 
 
 def commit_rank(t: int, slot: int, slots: int) -> int:
-    """Return this slot's rank in closing step t: 0, 1 or 2 for three slots that a hash chooses, 3 for all others.
+    """Return this slot's rank in closing step t: 0, 1 or 2 for about three slots (by a hash), 3 for all others.
 
     If every replica looked for all offers, a step would need N² requests.
     """

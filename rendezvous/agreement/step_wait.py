@@ -76,7 +76,7 @@ class StepWait:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to the next poll: an eighth of the wait so far, so that few requests add little delay.
+        """Seconds to the next poll: an eighth of the wait, at most 4 · poll, so that few requests add little delay.
 
         If the time of the decision is known: half of the remaining time, and after it a sixteenth of the wait.
         """

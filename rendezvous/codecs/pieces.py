@@ -232,7 +232,7 @@ def tensor_of(array: np.ndarray) -> Tensor:
     """Return a tensor over the same memory."""
     if array.flags.writeable:
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
-    with warnings.catch_warnings():  # torch warns of read-only memory, which is only read here
+    with warnings.catch_warnings():  # torch warns of read-only memory, but nothing writes into it here
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 

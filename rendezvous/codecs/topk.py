@@ -37,7 +37,7 @@ from rendezvous.errors import Corrupt
 _CHUNK = 64
 _CHUNKS = 128
 _KEPT = 3
-_FORGETS, _LONGEST = 0.5, 8  # factor of a residual with ages per round; rounds after which the gain is constant
+_FORGETS, _LONGEST = 0.5, 8  # factor per round of a residual with ages; after so many rounds the gain is constant
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 

@@ -67,7 +67,7 @@ class OwnBlobs:
     emit: Emit
     collects: bool
     newest_snapshot: Callable[[], int]
-    bodies: list[OwnBody] = field(default_factory=list[OwnBody])  # the last body, and the one before if needed
+    bodies: list[OwnBody] = field(default_factory=list[OwnBody])  # the last body, or the last two if needed
     bytes_per_s: float = 0.0  # rate of the last upload
 
     def __post_init__(self) -> None:

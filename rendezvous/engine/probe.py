@@ -116,7 +116,7 @@ class Estimate:
     upload_bytes: int
     download_bytes: int
     dollars: float | None
-    egress_dollars: float | None  # if the replicas run outside the store's cloud
+    egress_dollars: float | None  # the cost of downloads if the replicas run outside the store's cloud
     mode: str = "direct"
 
     @property

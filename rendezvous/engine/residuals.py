@@ -44,7 +44,7 @@ def take_residuals(store: Store, left: Leave, sizes: Sequence[int], *, baggage: 
     body = store.get(left.residual)
     if body is None or not has_digest(body, left.residual_digest, required_digest_kind(store)):
         return None
-    with suppress(StoreError):  # a file that stays costs only a few bytes
+    with suppress(StoreError):  # a file that stays costs only its bytes
         store.delete([left.residual])
     try:
         unsent = load_tensors(body)

@@ -27,7 +27,7 @@ from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit
 
 _PATIENCE = 0.4  # part of the time between two syncs that an owner may take
-_LEAST = 0.3  # seconds that an owner may always take: a part that is made twice costs a third of a sync's download
+_LEAST = 0.3  # seconds that an owner may always take, because a part made twice costs a third of a sync's download
 
 
 @dataclass(eq=False, repr=False)
@@ -45,7 +45,7 @@ class ShardedMean:
     pause: Callable[[StepWait, float], None]
     on_bad_body: Callable[[Commit, Corrupt], bool]
     _took: float = math.inf  # seconds for the last part that this replica made
-    _needed: float = 0.0  # the smaller of the last two, so that one slow request does not count
+    _needed: float = 0.0  # the smaller of the last two times, so that one slow request does not count
 
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the commit's mean into `out`, and announce the parts that this replica owns.

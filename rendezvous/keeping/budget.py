@@ -45,11 +45,11 @@ from math import ceil
 from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
-_SHARE = 0.95  # planned part of the budget; the rest is for deltas in no commit: too late, or of a killed writer
+_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists, as of killed writers
 LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
 COMPLETE = 3  # snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
-RETRY = 2  # steps: one to write a snapshot, one for its manifest
+RETRY = 2  # in steps: one to write a snapshot, and one for its manifest
 ALWAYS = 64  # level of the oldest snapshot, which stays: no run lasts for 2^64 periods
 _RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
 

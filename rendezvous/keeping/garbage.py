@@ -146,7 +146,7 @@ class Collector:
         self._snapshots: list[str] = []  # keys, as they were listed when the floor was found
         self._steps: list[int] = []  # steps of the manifests among these keys
         self._blobs: dict[int, str] = {}  # step -> blob that its manifest names, for manifests that were read
-        self._heard = 0  # the newest snapshot of any call of `sweep`
+        self._heard = 0  # the newest snapshot that any call of `sweep` was given
         self._news: deque[tuple[int, Sizes]] = deque()  # (step, sizes) of new commits, from another thread
         self._known: dict[int, Sizes] = {}
         self._most = 0  # bytes of the largest known step
@@ -229,7 +229,7 @@ class Collector:
         while self._news:
             t, sizes = self._news.popleft()
             if t > self._head:
-                self._known.clear()  # a gap: a replica that healed again has skipped steps
+                self._known.clear()  # there is a gap: this replica healed again, and skipped steps
             self._note_sizes(t, sizes)
             self._head = max(self._head, t + 1)
 

@@ -45,7 +45,7 @@ def read_reach(store: Store) -> Reach:
     found = _readable_snapshots(store)
     if not found:
         return Reach(0)
-    first = bisect_left(range(found[-1]), True, key=lambda t: mean_stands(store, t))  # all means from here on
+    first = bisect_left(range(found[-1]), True, key=lambda t: mean_stands(store, t))  # from here on, all means exist
     since = min((t for t in found if t >= first), default=found[-1])
     return Reach(since, tuple(t for t in found if t < since))
 

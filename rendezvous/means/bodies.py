@@ -36,7 +36,7 @@ from rendezvous.records.wire import (
 )
 from rendezvous.store import Store
 
-_FAR = 16 << 20  # bytes of one body in a group, where a request takes long
+_FAR = 16 << 20  # bytes of one body in a group, if a request takes long
 
 
 class Shard(NamedTuple):

@@ -17,7 +17,7 @@ from rendezvous.records.digests import digest, has_digest
 from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Longest, Where, Within
 
-LARGE = 1e9  # written in a verdict in place of a larger number, or of NaN
+LARGE = 1e9  # a verdict has this in place of a larger number, or of NaN
 RewardName = Annotated[str, Longest(64), Where(layout.is_word, "name of letters, digits and _")]
 RewardValue = Annotated[float, Within(-1e18, 1e18)]  # the limits of rewards in training (docs/rewards.md)
 

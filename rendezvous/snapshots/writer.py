@@ -53,7 +53,7 @@ class LiveFile(TensorFile):
         self._lock = threading.Lock()
         self._stopped = False
         self._from = dict.fromkeys(self.arrays, 0)  # the first byte of an array that can still be read
-        self._rest = {name: as_bytes(array) for name, array in self.arrays.items()}  # the bytes from there on
+        self._rest = {name: as_bytes(array) for name, array in self.arrays.items()}  # bytes from that byte on
         self._at = dict(self._from)  # the next byte to be read
         self._copied = set[str]()
         self.digest = ""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_PER_BYTE = 4096  # limit of values per byte of an anchor: deflate packs about 1000 equal bytes into one
-LATE_S = 300.0  # seconds after the last commit in which its weights may still come
+LATE_S = 300.0  # seconds to wait for the weights of the last commit
 PATIENCE_S = 60.0  # seconds that the follower waits for an answer of the store
 
 

@@ -123,7 +123,7 @@ class WeightsWriter:
     def _take(self, state: ReplicatedState, t: int, fragments: int, *, base: str, closed: bool) -> _Found | None:
         follows = self._of == t - 1
         parent = self._digest if closed and follows and self._has_parent(t) else ""
-        self._of = None  # no step, until all is read
+        self._of = None  # None until all bits are read
         sizes = [state.size(f) for f in range(fragments)]
         if not follows:
             self._bits = np.zeros(sum(sizes), np.uint16)
@@ -208,7 +208,7 @@ def read_weights(store: Any, t: int) -> Weights | None:
 
 def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
     """Return the blobs of the chain before the previous anchor.   t: step of an anchor that was just written."""
-    found: list[Weights] = []  # from the step before the previous anchor back to the anchor before that one
+    found: list[Weights] = []  # from the step before the previous anchor back to the anchor before the previous one
     anchors = 0
     for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):
         weights = read_weights(store, u)

@@ -327,7 +327,7 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
 
     class Transport(HTTPTransport[Any]):
         def metadata(self) -> str:
-            return self.address().replace(socket.gethostname(), host)  # a container's name is unknown outside
+            return self.address().replace(socket.gethostname(), host)  # no other machine knows a container's name
 
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     try:

@@ -27,10 +27,10 @@ from rendezvous import layout
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-SESSIONS = 2  # sessions whose rollouts are read: so many of the first, and of the newest
+SESSIONS = 2  # rollouts are read of so many first and so many newest sessions
 MOST = 3  # rollouts of one session
 LONGEST = 6000  # at most so many characters of one turn
-REACH = 6  # reach of the gallop at the first look; later only the next number is requested
+REACH = 6  # steps of the search for the newest number at the first look; later looks request only the next number
 
 
 class RolloutEnds:

@@ -139,7 +139,7 @@ def _killed_words(killed: list[SessionSummary], report: Report) -> str:
 
 def next_commands(path: Path) -> str:
     run = shlex.quote(shown_path(path))
-    beside = shlex.quote(f"{shown_path(path)}-model")  # not in the run's folder, which has its start model
+    beside = shlex.quote(f"{shown_path(path)}-model")  # not in the run's folder, which has the start model
     diloco = command_name()
     rows = [
         (f"open {run}/report.html", "the curves, the kill, every commit"),

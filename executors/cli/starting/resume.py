@@ -1,9 +1,9 @@
-"""`diloco resume RUN`: supervise a run again, with what its bucket says and what you ask for now.
+"""`diloco resume RUN`: supervise a run again, with its bucket's state and your new options.
 
     control, leave records ─▶ all steps are there?  ─▶ a supervisor only logs the ends that no other has seen
                            └▶ a price, and your word ─▶ new desired state, the quote ─▶ the run, and what it wants
 
-Not promised: the same places, unless you name none.
+Not promised: the same places, if you name others.
 """
 
 from typing import TYPE_CHECKING

@@ -31,7 +31,7 @@ from executors.cli.opening import ask_again
 from rendezvous.clock import Clock
 
 LOOK_S = 5.0  # seconds between two looks at a run on this machine
-FAR_LOOK_S = 20.0  # the same for a bucket, where every look costs money
+FAR_LOOK_S = 20.0  # between two looks at a bucket, where every look costs money
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def missing_gpu(kinds: Sequence[str], build: TorchBuild, driver: Driver) -> Miss
     """Return the reason why the GPU that was asked for cannot be used; None if it can."""
     count = asked_for(kinds)
     said = " or ".join(kinds)
-    if not count or not build.version or build.hip:  # a missing torch fails at its import; ROCm is not checked here
+    if not count or not build.version or build.hip:  # without torch, its import fails later; ROCm is not checked here
         return None
     if not build.cuda:
         return Missing(

@@ -156,7 +156,7 @@ class Hub:
     def jobs(self, run: str, slot: str = "", attempt: int = 0, *, alive: bool = False) -> list[HubJob]:
         """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error.
 
-        alive: only jobs that have not ended; a run of weeks has thousands of ended jobs.
+        alive: only jobs that have not ended, because a long run has thousands of ended ones.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
         jobs = [self._job_from_row(row) for row in self._list_rows(labels, sorted(self._live) if alive else ())]

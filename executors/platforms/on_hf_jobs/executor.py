@@ -42,7 +42,7 @@ from rendezvous.clock import Clock
 
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
-WATCHES = 10  # times that the Hub may start a supervisor's job, which it does not start again after a good end
+WATCHES = 10  # starts of a supervisor's job by the Hub, at most; after a good end there is no further start
 DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size and download time of a replica's packages; a guess, never measured there
 END_LINES = 64  # last lines of a log that are read to find its end
 

@@ -16,7 +16,7 @@ from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 from rendezvous.clock import Clock
 
 ANSWER_S = 10.0  # time limit of a poll's requests; a status without an answer by then is stale
-LISTED_S = 5.0  # maximal age of a list that shows which jobs are alive; every poll makes a new list
+LISTED_S = 5.0  # maximal age in seconds of the list of live jobs; every poll makes a new list
 
 
 class JobLists:

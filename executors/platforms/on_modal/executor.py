@@ -95,7 +95,7 @@ class ModalExecutor(Executor):
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         kinds = [self._apps.kind_of(s) for s in specs]
         without_fault = any(not self.fault_of(s) for s in specs)
-        if without_fault and not modal_client.inside_container():  # no price without an account
+        if without_fault and not modal_client.inside_container():  # before a price is shown
             modal_client.check_account(sorted({name for kind in kinds for name in kind.secrets}), specs[0].run)
         apps = ", ".join(sorted({app_name(s.run) for s in specs}))
         lines = [f"app {apps}; prices as of {AS_OF}, see modal.com/pricing", *_secret_advice(specs, kinds)]

@@ -37,7 +37,7 @@ USD_PER_HOUR = {  # price of one GPU, without CPU cores and memory
     "B200": 6.25,
     "B200+": 6.25,  # a B200 or a B300
 }
-MOST = {"A10": 4}  # GPUs per container; 8 of the other kinds
+MOST = {"A10": 4}  # most GPUs per container; 8 for all other kinds
 CORE = 0.0472
 GIB = 0.0080
 REGION = 1.75

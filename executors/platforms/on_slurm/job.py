@@ -52,7 +52,7 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
     try:
         end = run_replica(raw, NAME, until=lambda: read_json(Path(folder) / UNTIL) or 0.0)
     except Asked:
-        code = exitcodes.LEFT if why[-1] == signal.SIGTERM else exitcodes.RESUME  # USR: the time limit is near
+        code = exitcodes.LEFT if why[-1] == signal.SIGTERM else exitcodes.RESUME  # USR1, USR2: the time limit is near
         end = {"exit_code": code, "reason": processes.describe_exit(code), "value": None, "tail": []}
     write_json(str(Path(folder) / END), end)
     return end

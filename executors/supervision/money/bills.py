@@ -168,7 +168,7 @@ def _lease_end(beat: Beat, report: Report, began: float, now: float) -> float:
 
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return the interval in which, by the platform, the launch ran; [] if the platform does not say."""
+    """Return the interval in which the launch ran, as the platform reports it; [] without a report."""
     told = [(_number(e, "began_at"), _number(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
     return [(began, ended) for began, ended in told if 0 < began <= ended]
 

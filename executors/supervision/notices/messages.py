@@ -51,7 +51,7 @@ def full_words(url: str) -> str:
     except OSError:
         return ""
     if disk.f_files and not disk.f_favail:
-        return "the run's disk has no inode left (df -i), and all replicas wait: delete some files, and they go on"
+        return "the run's disk has no inode left (df -i), and all replicas wait: delete some files, and they continue"
     free = disk.f_bavail * disk.f_frsize
     if free >= LEAST or disk.f_blocks == 0:
         return ""

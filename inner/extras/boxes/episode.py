@@ -92,7 +92,7 @@ class Episode:
         return found
 
     def reward(self) -> float | None:
-        """Return the verifier's number; without a number, 0.0 (AtMostWorst) or None by blame; then stop the box."""
+        """Stop the box; return the verifier's number, or else 0.0 (AtMostWorst) if the policy is to blame, or None."""
         with self._judging:
             if not self._known:
                 self._reward = self._judge()

@@ -134,7 +134,7 @@ class BoxStarter:
                     box.stop()
                     stopped += 1
                 except (BoxGone, ProviderFailed):
-                    continue  # the next look finds the box again if it still runs
+                    continue  # if the box still runs, the next look finds it again
         if left := len(self.provider.find(labels)):
             raise ProviderFailed(
                 f"{left} boxes with {dict(labels)} still run after {SWEEPS} sweeps. Stop them by hand."

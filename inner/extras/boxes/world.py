@@ -39,7 +39,7 @@ class _Shared:
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
-        self.told = False  # whether an error of the provider was logged since the last box that it gave
+        self.told = False  # whether an error of the provider was logged since its last new box
 
     @property
     def starter(self) -> BoxStarter:

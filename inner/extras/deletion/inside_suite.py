@@ -19,7 +19,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-LONG = 2000  # characters; a longer spelling is output as its digest
+LONG = 2000  # characters; for a longer spelling its digest is output
 WORDS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=sys", "--rootdir", ".", "--maxfail=0",
          "--continue-on-collection-errors", "--import-mode=importlib")  # fmt: skip
 

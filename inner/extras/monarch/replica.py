@@ -144,7 +144,7 @@ class Replica:
         self.actor: Any = self._processes.spawn("replica", ReplicaActor, self._plan)
         self.actor.start.call_one(self.actor).get()
         self._trainer = Member(self.actor, TRAINER)
-        self._asked = 0  # the incarnation that ended the last round
+        self._asked = 0  # the trainer's incarnation in the last finished round
         return self
 
     def __exit__(

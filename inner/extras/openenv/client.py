@@ -214,7 +214,7 @@ class OpenEnv:
 
     def _server_history(self) -> list[tuple[Mapping[str, Any] | None, str]] | None:
         """Return [(action, text)] from the server's history; None if it lacks a part of this episode."""
-        if self._lost or self._socket is None:  # another session would have another history
+        if self._lost or self._socket is None:  # a new session's history lacks this episode
             return None
         try:
             history = self._send_request("state", None).get("history")

@@ -35,7 +35,7 @@ POSITIONS = 32
 TOLERANCE = 0.10  # grail's limit; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
 SIGMAS = 5.0
 MISSING = 0.05  # share of the claimed log-probs that may be NaN: vLLM has none for a few tokens
-TILTS = tuple(2.0**k for k in range(-8, 3))  # values of s, in units of the best s for a normal variable
+TILTS = tuple(2.0**k for k in range(-8, 3))  # tried values of s; 1 is the best s for a normal variable
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class _Waits:
         self._newest: tuple[int, WorkItem] | None = None
 
     def add_early(self, given: Mapping[str, Any]) -> None:
-        """Let the first call start with those of the other environments.   Else each call starts when it is made."""
+        """Add a call before TRL makes it, so that it starts with the batch's first call and not when TRL makes it."""
         self._early = WorkItem([Call(self._function, given)], self._lanes.limit_s)
         self._workers.add(self._lane, self._early)
 
@@ -206,7 +206,7 @@ class _Waits:
         item, self._early = self._early, None
         if item is not None:
             self._workers.start(loop)
-        else:  # again, or in order
+        else:  # the calls are repeated, or they run in order
             item = WorkItem([Call(self._function, given, *args)], self._lanes.limit_s, loop)
             self._lane.run(item)
         self._newest = row, item

@@ -298,7 +298,7 @@ def _serve(items: "SimpleQueue[WorkItem | None]") -> None:
     _IN_LANE.set(True)
     while (item := items.get()) is not None:
         item.run()
-        del item  # and with it the environment that its calls hold
+        del item  # this also frees the environment that its calls hold
 
 
 def _outcome(make: Callable[[], Any]) -> Callable[[Future[Any]], None]:

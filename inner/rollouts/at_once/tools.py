@@ -188,7 +188,7 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
         except Exception:
             raise RuntimeError(f"the tool raised {type(error).__name__}, which has no text") from None
         raise
-    except BaseException as end:  # of a library's own, such as a Rust panic or pytest's fail()
+    except BaseException as end:  # also a library's own kinds, such as a Rust panic or pytest's fail()
         raise RuntimeError(f"the tool raised {type(end).__name__}") from end
 
 

@@ -124,7 +124,7 @@ class ModalStore:
 
     def _write_entry(self, key: str, value: bytes, if_absent: bool = False) -> bool:
         wire, mirror = self._wire_and_mirror()
-        mirror.flush()  # mirror the entries that this process has read before it writes: the write may depend on them
+        mirror.flush()  # before a write, mirror the entries that this process has read: the write may depend on them
         stands = wire.put_entry(self._prefix + plain_key(key), value, if_absent)
         self._listed[1].add(key)
         if stands and value[:1] != FILE:
