@@ -58,6 +58,7 @@ BEGUN_TWICE = (
     "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
     "error end the script, and start the script again: it continues at the run's position"
 )
+ABSENT_S = 300.0  # time for the other ranks of this replica: a trainer has just placed the model on all of them
 EARLY = (
     "would end this replica alone, and its supervisor would start it again. Leave it out: `diloco stop` ends a run, "
     "and `diloco export RUN --step T` takes any step"
@@ -215,7 +216,7 @@ class DiLoCoCallback(TrainerCallback):
             steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
             return manager
 
-        self.manager = manager = lead(claim)
+        self.manager = manager = lead(claim, ABSENT_S)
         self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
         if tell(manager, one_spelling(self.run) in LAUNCHED):  # rank 0 alone knows

@@ -240,6 +240,7 @@ def test_a_rank_ignores_sigterm_and_its_programs_do_not(tmp_path: Path) -> None:
         ("apart", "the ranks of this replica do not train together: at the first sync, rank 1 has other weights than"),
         ("unled", "2 processes train this model, and each has a StoreManager of its own, so all would claim one slot"),
         ("unled and met", "2 processes train this model, and each has a StoreManager of its own"),
+        ("absent", "rank 1 of 2 has not joined the run, and rank 0 has waited for 0 s. Give DiLoCoCallback to every"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(faults: str, told: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from diloco.outer.ranks.group import Group, launched_ranks
+from diloco.outer.ranks.group import ABSENT_S, Group, launched_ranks
 from diloco.run.config import OuterError
 
 if TYPE_CHECKING:
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def lead(make: "Callable[[], StoreManager]") -> "StoreManager | Led":
-    """Return a manager for this process.   make: called in a process without ranks, or on rank 0."""
+def lead(make: "Callable[[], StoreManager]", absent_s: float = ABSENT_S) -> "StoreManager | Led":
+    """Return a manager for this process.   make: called in a process without ranks, or on rank 0.
+
+    absent_s: seconds that a rank waits for the others to call this. Raises OuterError."""
     if launched_ranks() == 1:
         return make()
     from diloco.outer.ranks.led import Led
 
-    return Led(Group(), make)
+    return Led(Group(absent_s=absent_s), make)
 
 
 def tell(manager: "StoreManager | Led", message: T) -> T:
