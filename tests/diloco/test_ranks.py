@@ -138,21 +138,30 @@ def test_an_endless_loop_of_two_ranks_ends_with_the_run(tmp_path: Path) -> None:
     assert report.head == 2 and report.done and [one.end for one in report.sessions] == ["done"]
 
 
-def lead_one_that_ends_well(folder: str, is_over: bool) -> int:
-    module.EARLY_S = 0.5
+def lead_one_that_ends_well(folder: str, is_over: bool, raises: bool) -> int:
+    module.EARLY_S = WAIT_S if raises else 0.5
     out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
     followers = Followers(2, int)  # which ends at once, with 0
     followers.is_over = lambda: is_over
-    time.sleep(5.0 if is_over else WAIT_S)
+    if raises:
+        followers._ranks[0][0].join()
+        followers.settle()  # rank 0 has lost contact to it
+    else:
+        time.sleep(5.0 if is_over else WAIT_S)
     followers.end()
     return 0
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["rank 0 goes on", "rank 0 raises"])
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(is_over: bool, tmp_path: Path) -> None:
-    """Rank 0 waited for it for half an hour and longer; once rank 0 has left the run, it needs no other rank."""
-    child = context().Process(target=lead_one_that_ends_well, args=(str(tmp_path), is_over))
+def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(
+    is_over: bool, raises: bool, tmp_path: Path
+) -> None:
+    """Rank 0 waited for it for half an hour and longer; once rank 0 has left the run, it needs no other rank.
+
+    If rank 0 raised first, its words were Gloo's "Connection reset by peer"."""
+    child = context().Process(target=lead_one_that_ends_well, args=(str(tmp_path), is_over, raises))
     child.start()
     assert wait(child) == (0 if is_over else exitcodes.CRASHED)
     told = "rank 1 of 2 ended (exit code 0, before the run was done); the replica ends with it"
