@@ -234,10 +234,10 @@ class DiLoCoCallback(TrainerCallback):
 
         schedulers: scheduler -> optimizer steps per scheduler step.   planned: optimizer steps of the trainer's plan.
         steps: optimizer steps of one replica."""
-        assert self.loop is not None
+        assert self.loop is not None and self.manager is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
-        share = Share(seed + turn, index, self.replicas)
+        share = Share(tell(self.manager, seed) + turn, index, self.replicas)  # ranks may have seeds of their own
         is_alone = self.replicas == 1 and not slot
         if not give_share(loader, share, used, is_alone=is_alone):
             self._skipping = loader if skip_used(loader, used) else None
