@@ -208,12 +208,14 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
         code = exitcodes.DONE  # rank 0's exit code counts
         tell_leader(LAST, "", True)
     except BaseException as error:
-        traceback.print_exc()
         line = (str(error).splitlines() or [""])[0]
         tell_leader(LAST, f"{type(error).__name__}: {line}", isinstance(error, RankLost))
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed by the user's code, or on a full disk
+                stream.flush()
         os._exit(code)
 
 

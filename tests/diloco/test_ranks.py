@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -166,6 +167,33 @@ def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(
     assert wait(child) == (0 if is_over else exitcodes.CRASHED)
     told = "rank 1 of 2 ended (exit code 0, before the run was done); the replica ends with it"
     assert (told in words(tmp_path)[0]) != is_over
+
+
+def close_output(raises: bool) -> int:
+    sys.stdout.close()
+    sys.stderr.close()
+    if raises:
+        raise KeyError("no more")
+    return 0
+
+
+def lead_one_without_output(folder: str, raises: bool) -> int:
+    out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    followers = Followers(2, partial(close_output, raises))
+    followers._ranks[0][0].join()
+    followers.settle()
+    followers.end()
+    return 0
+
+
+@pytest.mark.parametrize(("raises", "code"), [(False, 0), (True, exitcodes.CRASHED)])
+def test_a_rank_that_cannot_write_its_log_ends_as_it_did(raises: bool, code: int, tmp_path: Path) -> None:
+    """The flush at its end failed, so a rank that was done counted as crashed, and one that raised left no words."""
+    child = context().Process(target=lead_one_without_output, args=(str(tmp_path), raises))
+    child.start()
+    assert wait(child) == code
+    assert ("rank 1 of 2 ended (exit code 1): KeyError: 'no more'" in words(tmp_path)[0]) is raises
 
 
 def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
