@@ -135,6 +135,12 @@ def no_run_words(url: str, store: Readable) -> tuple[str, bool]:
     """Return the message for a URL without run.json, and whether it is lost: other records of a run are there."""
     beside = (layout.control_key(0), layout.commit_key(0), layout.claim_key("r00", 1))
     if stands := next((key for key in beside if store.get(key) is not None), ""):
+        if store.get(layout.commit_key(0)) is None:
+            return (
+                f"{url}/{layout.RUN} is not there, though {stands} is. A script with DiLoCoCallback or make_diloco "
+                "writes it when it joins: correct the script, and start it again. If it was there before, restore it "
+                "from a backup, or from the bucket's versions"
+            ), True
         return (
             f"{url}/{layout.RUN} is lost, though {stands} is there: without it the run cannot be read. Restore it from "
             "a backup, or from the bucket's versions"

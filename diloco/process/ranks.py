@@ -79,13 +79,16 @@ class Followers:
             self._ranks.append((context.Process(target=run_rank, args=arguments, name=f"rank {index}"), ours))
             self._ranks[-1][0].start()
             theirs.close()
-        self._ending = False
+        self._ending = self._settling = False
         self._failed = threading.Event()
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def settle(self) -> None:
-        """Call this after an error: wait until it is known whether a lost rank caused it. Never return if one did."""
-        if self._failed.wait(SETTLE_S):
+        """Call this after an error: wait until it is known whether a lost rank caused it. Never return if one did.
+
+        A rank that has ended with code 0 caused it, too, if rank 0 still needs it."""
+        self._settling = True
+        if self._failed.wait(2 * SETTLE_S):  # the watching thread looks once in SETTLE_S
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
     def end(self, patience_s: float = END_S) -> None:
@@ -143,7 +146,8 @@ class Followers:
     def _is_missed(self, index: int) -> bool:
         """Whether a rank ended by itself, with exit code 0, some time ago, while rank 0 still continues."""
         ended_at = self._ended_at.setdefault(index, time.monotonic())
-        return time.monotonic() - ended_at > EARLY_S and index not in self._said and not self.is_over()
+        is_late = self._settling or time.monotonic() - ended_at > EARLY_S
+        return is_late and index not in self._said and not self.is_over()
 
     def _hear(self, index: int, pipe: Connection) -> bool:
         """Take one message of a rank. Return whether there may be more."""
@@ -204,12 +208,14 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
         code = exitcodes.DONE  # rank 0's exit code counts
         tell_leader(LAST, "", True)
     except BaseException as error:
-        traceback.print_exc()
         line = (str(error).splitlines() or [""])[0]
         tell_leader(LAST, f"{type(error).__name__}: {line}", isinstance(error, RankLost))
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed by the user's code, or on a full disk
+                stream.flush()
         os._exit(code)
 
 

@@ -13,8 +13,10 @@
 
     device  weights + gradients + Adam's two moments, each in the model's dtype  (not: activations, generation engine)
             K devices: each has all weights while it generates + a K-th of weights and moments; adapters: all of it
+            with [inner.sdpo], [inner.replay], [inner.process]: all weights in the backward pass + a K-th of all four
     host    20·P: θ, momentum, Δ, mean and a body or residual in fp32     measured at the committer's peak: 16.9 to 18.5
                                                                           (docs/benchmarks.md, bench_snapshot)
+            K devices: each process has a copy of the model while it loads
 Not promised: activations, the caches of generation, Python and CUDA themselves; records and logs (some KB per step).
 This file does not import torch.
 """
@@ -45,6 +47,7 @@ ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 class Footprint:
     """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
 
+    loading: host bytes of all processes' copies while the model loads.
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
     floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
@@ -56,6 +59,7 @@ class Footprint:
     devices: int
     device: int
     host: int
+    loading: int
     each_step: int
     each_snapshot: int
     once: int
@@ -99,9 +103,12 @@ def footprint(
         codec=codec,
         devices=devices,
         device=ceil(
-            width * (base - quantised) + NF4 * quantised + states_on_device(states, devices, base) * parameters
+            width * (base - quantised)
+            + NF4 * quantised
+            + states_on_device(states, devices, base, holds_whole=_holds_whole(config)) * parameters
         ),
         host=ceil((HOST + BROADCAST * config.fleet.broadcast_weights) * parameters),
+        loading=devices * width * (base or parameters),
         each_step=each_step,
         each_snapshot=each_snapshot,
         once=once,
@@ -117,12 +124,21 @@ def footprint(
     )
 
 
-def states_on_device(width: int, devices: int, base: int) -> float:
+def states_on_device(width: int, devices: int, base: int, *, holds_whole: bool = False) -> float:
     """Return the bytes per trained parameter on one of a replica's devices.   width: bytes of a number.   base: an
-    adapter's base, which each device has whole; 0 for a whole model, which is in shards (diloco/outer/ranks)."""
+    adapter's base, which each device has whole; 0 for a whole model, which is in shards (diloco/outer/ranks).
+
+    holds_whole: each device has all weights in the backward pass (inner/train/rank_channels.py)."""
     if devices == 1 or base:
         return STATES * width
+    if holds_whole:
+        return width * (1 + STATES / devices)
     return width * max(STATES / devices, 1 + (STATES - 1) / devices)  # no gradients while it generates
+
+
+def _holds_whole(config: RunConfig) -> bool:
+    inner = config.inner
+    return inner.loop != "supervised" and (inner.sdpo.is_used or inner.replay.is_used or inner.process is not None)
 
 
 def recorded_bytes(config: RunConfig, replicas: int) -> int:
@@ -172,9 +188,12 @@ def lines(found: Footprint, steps: int, keep: int | None = None) -> list[str]:
         kept = kept_text(f, steps, keep)
     recorded = f"; and up to {byte_size(f.rollouts)} of recorded tokens per step, with their text" if f.rollouts else ""
     on = "the device" if f.devices == 1 else f"each of {f.devices} devices"
+    loads = f.devices > 1 and f.loading > f.host
+    host = f"{byte_size(f.host)} of host memory"
+    host += f", and {byte_size(f.loading)} while its {f.devices} processes load the model" if loads else ""
     return [
         f"memory per replica: {byte_size(f.device)} on {on} (weights, gradients, Adam; activations and "
-        f"generation come on top), {byte_size(f.host)} of host memory ({f.parameters / 1e6:,.1f} M parameters)",
+        f"generation come on top), {host} ({f.parameters / 1e6:,.1f} M parameters)",
         f"bucket: {byte_size(f.each_step)} per outer step ({f.codec}), {byte_size(f.each_snapshot)} per snapshot; "
         f"{kept}{recorded}",
         f"a sync takes about {duration(f.sync_s)} at an assumed {link} up and down, every {duration(f.compute_s)} "

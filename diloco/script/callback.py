@@ -58,6 +58,7 @@ BEGUN_TWICE = (
     "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
     "error end the script, and start the script again: it continues at the run's position"
 )
+ABSENT_S = 300.0  # time for the other ranks of this replica: a trainer has just placed the model on all of them
 EARLY = (
     "would end this replica alone, and its supervisor would start it again. Leave it out: `diloco stop` ends a run, "
     "and `diloco export RUN --step T` takes any step"
@@ -215,7 +216,7 @@ class DiLoCoCallback(TrainerCallback):
             steps = read_control(manager.session.rv.store).steps or steps  # the operator's number wins
             return manager
 
-        self.manager = manager = lead(claim)
+        self.manager = manager = lead(claim, ABSENT_S)
         self.replicas, self.slot, steps = tell(manager, (self.replicas, self.slot, steps))
         self.loop = make_diloco(model, optimizer, manager, outer, boundary=boundary).__enter__()
         if tell(manager, one_spelling(self.run) in LAUNCHED):  # only rank 0 knows this
@@ -233,10 +234,10 @@ class DiLoCoCallback(TrainerCallback):
 
         schedulers: scheduler -> optimizer steps per scheduler step.   planned: optimizer steps of the trainer's plan.
         steps: optimizer steps of one replica."""
-        assert self.loop is not None
+        assert self.loop is not None and self.manager is not None
         slot = slot_index(self.slot)
         turn, index = divmod(slot, self.replicas)  # a slot beyond the first replicas deals the rows in another order
-        share = Share(seed + turn, index, self.replicas)
+        share = Share(tell(self.manager, seed) + turn, index, self.replicas)  # ranks may have seeds of their own
         is_alone = self.replicas == 1 and not slot
         if not give_share(loader, share, used, is_alone=is_alone):
             self._skipping = loader if skip_used(loader, used) else None

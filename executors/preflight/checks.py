@@ -48,7 +48,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
         check_trackers(config.log.to, name)
     try:
         doubts = _check_files(config)
-        unchecked = _check_places(config, name, url, places)
+        unchecked = check_places(config, name, url, places)
         known = _known_model(config.inner)
         if known.folder is not None and config.inner.loop != "supervised" and config.inner.data.source is not None:
             from inner.data.template_fault import refuse_missing_template
@@ -78,7 +78,7 @@ def _check_files(config: RunConfig) -> list[str]:
     return told.splitlines()
 
 
-def _check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
+def check_places(config: RunConfig, name: str, url: str, places: Sequence[Place]) -> list[str]:
     """Check the places; return notes.   Raises UsageError, InnerError.
 
     For a run on this machine whose places have no options, only boxes, optional packages and torchrun are checked.

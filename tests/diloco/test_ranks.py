@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -138,25 +139,61 @@ def test_an_endless_loop_of_two_ranks_ends_with_the_run(tmp_path: Path) -> None:
     assert report.head == 2 and report.done and [one.end for one in report.sessions] == ["done"]
 
 
-def lead_one_that_ends_well(folder: str, is_over: bool) -> int:
-    module.EARLY_S = 0.5
+def lead_one_that_ends_well(folder: str, is_over: bool, raises: bool) -> int:
+    module.EARLY_S = WAIT_S if raises else 0.5
     out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
     followers = Followers(2, int)  # which ends at once, with 0
     followers.is_over = lambda: is_over
-    time.sleep(5.0 if is_over else WAIT_S)
+    if raises:
+        followers._ranks[0][0].join()
+        followers.settle()  # rank 0 has lost contact to it
+    else:
+        time.sleep(5.0 if is_over else WAIT_S)
     followers.end()
     return 0
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["rank 0 goes on", "rank 0 raises"])
 @pytest.mark.parametrize("is_over", [False, True])
-def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(is_over: bool, tmp_path: Path) -> None:
-    """Rank 0 waited for it for half an hour and longer; once rank 0 has left the run, it needs no other rank."""
-    child = context().Process(target=lead_one_that_ends_well, args=(str(tmp_path), is_over))
+def test_a_rank_that_ends_well_before_the_run_is_done_ends_its_slot(
+    is_over: bool, raises: bool, tmp_path: Path
+) -> None:
+    """Rank 0 waited for it for half an hour and longer; once rank 0 has left the run, it needs no other rank.
+
+    If rank 0 raised first, its words were Gloo's "Connection reset by peer"."""
+    child = context().Process(target=lead_one_that_ends_well, args=(str(tmp_path), is_over, raises))
     child.start()
     assert wait(child) == (0 if is_over else exitcodes.CRASHED)
     told = "rank 1 of 2 ended (exit code 0, before the run was done); the replica ends with it"
     assert (told in words(tmp_path)[0]) != is_over
+
+
+def close_output(raises: bool) -> int:
+    sys.stdout.close()
+    sys.stderr.close()
+    if raises:
+        raise KeyError("no more")
+    return 0
+
+
+def lead_one_without_output(folder: str, raises: bool) -> int:
+    out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    followers = Followers(2, partial(close_output, raises))
+    followers._ranks[0][0].join()
+    followers.settle()
+    followers.end()
+    return 0
+
+
+@pytest.mark.parametrize(("raises", "code"), [(False, 0), (True, exitcodes.CRASHED)])
+def test_a_rank_that_cannot_write_its_log_ends_as_it_did(raises: bool, code: int, tmp_path: Path) -> None:
+    """The flush at its end failed, so a rank that was done counted as crashed, and one that raised left no words."""
+    child = context().Process(target=lead_one_without_output, args=(str(tmp_path), raises))
+    child.start()
+    assert wait(child) == code
+    assert ("rank 1 of 2 ended (exit code 1): KeyError: 'no more'" in words(tmp_path)[0]) is raises
 
 
 def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
@@ -240,6 +277,7 @@ def test_a_rank_ignores_sigterm_and_its_programs_do_not(tmp_path: Path) -> None:
         ("apart", "the ranks of this replica do not train together: at the first sync, rank 1 has other weights than"),
         ("unled", "2 processes train this model, and each has a StoreManager of its own, so all would claim one slot"),
         ("unled and met", "2 processes train this model, and each has a StoreManager of its own"),
+        ("absent", "rank 1 of 2 has not joined the run, and rank 0 has waited for 0 s. Give DiLoCoCallback to every"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(faults: str, told: str, tmp_path: Path) -> None:

@@ -303,6 +303,19 @@ def test_a_replacement_goes_on_where_its_slot_was() -> None:
     assert stream(3)[: len(whole) - 12] == whole[12:]
 
 
+def test_ranks_with_seeds_of_their_own_read_one_share() -> None:
+    """Each rank takes its part of the batches; with an order for each seed, both read some rows, and neither others."""
+
+    def rows_of(rank: int) -> list[int]:
+        callback = DiLoCoCallback("runs/x", "r01", replicas=2)
+        callback.loop, callback.manager = Mock(), Mock()
+        callback.manager.group.tell = lambda message: 40  # rank 0's seed
+        callback.begin_at(0, 40 + rank, loader := loader_of(RandomSampler(range(20)), 2), {}, 10, 10)
+        return [i for batch in loader.batch_sampler for i in batch]
+
+    assert rows_of(0) == rows_of(1)
+
+
 def test_one_replica_at_the_front_reads_as_without_a_run() -> None:
     loader = loader_of(sampler := RandomSampler(range(9)), 2)
     assert give_share(loader, Share(0, 0, 1), used=0, is_alone=True)

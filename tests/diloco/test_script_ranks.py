@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from diloco.model.fetch import fetch_model
+from diloco.outer.ranks.lead import lone_words
 from diloco.run.record import ModelRecord
 from diloco.runlog.reader import read_report
 from rendezvous import layout
@@ -123,10 +124,23 @@ def test_rank_0_has_time_to_leave_after_another_rank_has_left(tmp_path: Path) ->
 def test_a_launcher_starts_the_ranks(launcher: str, tmp_path: Path) -> None:
     start = {
         "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
-        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"],
+        "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m"],
     }[launcher]
     words_ = ["tests.support.rank_script", "grpo", str(tmp_path), json.dumps({"max_steps": 4}), '{"sync_every": 2}']
     done = subprocess.run([sys.executable, "-m", *start, *words_], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     report = read_report(open_store(f"file://{tmp_path}/run"))
     assert report.head == 2 and report.done and len(report.sessions) == 1
+    assert [path.name for path in sorted(tmp_path.glob("ended*"))] == ["ended0", "ended1"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [({}, True), ({"WORLD_SIZE": "1"}, False), ({"OMPI_COMM_WORLD_SIZE": "2"}, False)],
+    ids=["one process", "a launcher of one", "mpirun"],
+)
+def test_one_process_in_place_of_several_is_told(more: dict[str, str], told: bool) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process, and that one trained alone without a word."""
+    environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert bool(lone_words({**environ, **more})) is told
+    assert not lone_words({"ACCELERATE_MIXED_PRECISION": "no"}) and not lone_words({"MASTER_PORT": "29500"})

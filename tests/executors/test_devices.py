@@ -132,3 +132,19 @@ def test_shards_divide_what_a_device_holds_and_adapters_do_not() -> None:
     assert "on each of 8 devices" in lines(eight, 10)[0] and "on the device" in lines(one, 10)[0]
     lora = RunConfig.from_dict({"inner": {"model": "toolworld", "lora": {"r": 4}}})
     assert len({footprint(lora, 10**9, 2, 10, 10**6, devices=k).device for k in (1, 8)}) == 1
+    held = RunConfig.from_dict({"inner": {"model": "toolworld", "sdpo": {"weight": 0.1}}})
+    assert footprint(held, 10**9, 2, 10, devices=2).device == (4 + 16 / 2) * 10**9, "all weights in a backward pass"
+
+
+@pytest.mark.parametrize(
+    ("devices", "adapter", "told"),
+    [(1, None, "20 GB of host memory ("), (4, None, "20 GB of host memory ("),
+     (8, None, "20 GB of host memory, and 32 GB while its 8 processes load the model ("),
+     (4, 10**6, "20 MB of host memory, and 16 GB while its 4 processes load the model (")],
+    ids=str,
+)  # fmt: skip
+def test_each_process_has_a_copy_in_host_memory_while_it_loads(devices: int, adapter: int | None, told: str) -> None:
+    """`plan` named rank 0's vectors alone: with an adapter, a thousandth of what a node needs."""
+    table = {"lora": {"r": 4}} if adapter else {}
+    config = RunConfig.from_dict({"inner": {"model": "toolworld", **table}})
+    assert told in lines(footprint(config, 10**9, 2, 10, adapter, devices=devices), 10)[0]

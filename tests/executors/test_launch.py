@@ -506,6 +506,24 @@ def test_a_dry_run_refuses_where_the_launch_would(folder: Path) -> None:
             assert done.returncode == exitcodes.USER_ERROR and told in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "environ", "told"),
+    [
+        (("--executor", "modal", "--gpu", "H100:8", "--gpu", "A100:4"), {}, "H100:8 has 8, A100:4 has 4"),
+        (("--executor", "local"), {"WORLD_SIZE": "8"}, "WORLD_SIZE = 8 is set here, as a launcher does"),
+    ],
+    ids=["devices", "launcher"],
+)
+def test_a_launch_refuses_places_that_train_refuses(
+    options: tuple[str, ...], environ: dict[str, str], told: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: `launch` checked no place, and each replica refused to start."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    done = diloco("launch", "--dry-run", "--run", f"file://{folder}/run", *options, "train.py", "20")
+    assert done.returncode == exitcodes.USER_ERROR and told in done.stderr
+
+
 # -------------------------------------------------------------------- the end of a script
 
 

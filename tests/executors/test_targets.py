@@ -69,7 +69,7 @@ def test_a_damaged_run_is_no_folder_of_other_files(
     before = listing(run)
     assert main([verb, str(tmp_path / "run.toml"), "--run", str(run)]) == 2
     said = capsys.readouterr().err
-    assert "run.json is lost, though replicas/r00/000001.json is there" in said and "Restore it from" in said
+    assert "run.json is not there, though replicas/r00/000001.json is. A script with" in said and "restore it" in said
     assert "belong to no run" not in said and listing(run) == before
 
 

@@ -18,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.run.library import ensure_slot
 from executors.cli.main import main
+from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
 from tests.support.puppets import PuppetRun
 
 COMMANDS = {
@@ -81,6 +84,14 @@ def test_without_control_records_it_can_still_be_looked_back_at(good: PuppetRun,
     shutil.rmtree(bad / "control")
     words = {"RUN": str(bad), "GOOD": good.url, "OUT": str(tmp_path / "out")}
     assert main([words.get(word, word) for word in COMMANDS[command]]) == 0
+
+
+def test_a_run_that_a_script_has_not_joined_is_not_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script whose first start failed: `status` said that run.json is lost, and to restore it from a backup."""
+    ensure_slot(open_store(f"file://{tmp_path}/run"), SystemClock(), "r00", replicas=1, min_replicas=1, steps=4)
+    assert main(["status", str(tmp_path / "run")]) == 2
+    told = capsys.readouterr().err
+    assert "run.json is not there, though control/000000.json is. A script with DiLoCoCallback or make_diloco" in told
 
 
 @pytest.mark.parametrize("started", [False, True])

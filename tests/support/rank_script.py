@@ -81,6 +81,7 @@ def train(kind: str, folder: str, settings: dict[str, Any], outer: dict[str, Any
     trainer.train()
     assert all(isinstance(p, DTensor) == bool(settings.get("fsdp")) for p in trainer.model.parameters())
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in trainer.model.parameters()]
+    (Path(folder) / f"ended{rank}").touch()
     if rank == 0:
         torch.save(torch.cat([p.detach().reshape(-1) for p in whole]), Path(folder) / "weights.pt")
     return 0

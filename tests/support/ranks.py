@@ -63,17 +63,20 @@ def train(url: str, slot: str, kind: str, told: str, faults: str, wishes: dict[s
     """Be one rank of a slot.   told: file for the digests; rank 0 writes it.
 
     kind: words of "bfloat16" and "sharded".   faults: "die RANK STEP", "wait STEP PATH", both at an inner step;
-    "die RANK CALL N" at the Nth call of Group.CALL; "differ", "unled", "unled and met", "apart", "raise RANK STEP";
-    "endless": its loop asks nobody whether the run is done."""
+    "die RANK CALL N" at the Nth call of Group.CALL; "raise RANK STEP"; "differ", "unled", "unled and met", "apart";
+    "absent": rank 1 never joins;   "endless": its loop asks nobody whether the run is done."""
     torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
     arm(faults.split(), rank)
     if faults == "differ" and rank == "1":
         outer = {**outer, "sync_every": 2 * outer["sync_every"]}
-    if faults == "unled and met":
+    if faults in ("unled and met", "absent"):
         join_ranks()
+    if faults == "absent" and rank == "1":
+        return 0  # as a script that gives the callback to rank 0 alone
     make = partial(StoreManager, url, slot, timing=FAST, **wishes)
-    manager = MockManager(f"unled-{rank}") if faults.startswith("unled") else lead(make)
+    patience = {"absent_s": 0.1} if faults == "absent" else {}
+    manager = MockManager(f"unled-{rank}") if faults.startswith("unled") else lead(make, **patience)
     model = Small()
     if "bfloat16" in kind:
         model.to(torch.bfloat16)

@@ -13,31 +13,39 @@ Not promised: several hosts; a rank that waits for a stopped one ends only after
 """
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count as count_up
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from diloco.process.ranks import MEET, RankLost
 from diloco.run.config import OuterError
 
 PATIENCE = timedelta(hours=2)  # rank 0 may wait for other replicas, and the ranks wait for rank 0
+ABSENT_S = 1800.0  # time for the other ranks to begin their Group; as torch's own limit
+SAY_S = 30.0  # time until a rank says that it waits for the others
 LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets them beside WORLD_SIZE
+_begun = count_up()  # a process's groups; each rank begins them in the same order
 
 
 class Group:
     """This process among the ranks of its replica.   index: its number.   count: number of ranks.
 
-    Raises OuterError if the ranks did not start together."""
+    absent_s: seconds to wait for the other ranks to begin theirs.
+    Raises OuterError if the ranks did not start together, or if one of them does not come."""
 
-    def __init__(self, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, patience: timedelta = PATIENCE, absent_s: float = ABSENT_S) -> None:
         join_ranks()
         self.index = dist.get_rank()
         self.count = dist.get_world_size()
+        await_ranks(_get_default_store(), self.index, self.count, absent_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=patience)
 
     @property
@@ -78,6 +86,28 @@ class Group:
                 f"rank {self.index} of {self.count} lost another rank of its replica: {str(error).split('. ')[0]}. "
                 "The replica ends as a whole; its slot is started again"
             ) from error
+
+
+def await_ranks(store: Any, index: int, count: int, absent_s: float) -> None:
+    """Wait until all ranks have called this. Raise OuterError after `absent_s`.
+
+    A rank that never calls it may train: it waits for the others in its first step."""
+    number = next(_begun)
+    keys = [f"diloco/{number}/{rank}" for rank in range(count)]
+    store.set(keys[index], "here")
+
+    def absent(seconds: float) -> str:
+        with suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=seconds))
+        return ", ".join(str(rank) for rank in range(count) if not store.check([keys[rank]]))
+
+    if away := absent(min(SAY_S, absent_s)):
+        print(f"rank {index} of {count} waits for rank {away} to join the run", file=sys.stderr, flush=True)
+    if away and (away := absent(absent_s - SAY_S)):
+        raise OuterError(
+            f"rank {away} of {count} has not joined the run, and rank {index} has waited for {absent_s:.0f} s. Give "
+            "DiLoCoCallback to every rank, not to rank 0 alone (in a plain loop, let every rank call `lead`)"
+        )
 
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int:

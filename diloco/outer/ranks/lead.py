@@ -7,12 +7,14 @@
 Not promised: two models in one launch.
 """
 
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from diloco.outer.ranks.group import Group, launched_ranks
+from diloco.outer.ranks.group import ABSENT_S, Group, launched_ranks
 from diloco.run.config import OuterError
 
 if TYPE_CHECKING:
@@ -22,13 +24,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def lead(make: "Callable[[], StoreManager]") -> "StoreManager | Led":
-    """Return a manager for this process.   make: called in a process without ranks, or on rank 0."""
+def lead(make: "Callable[[], StoreManager]", absent_s: float = ABSENT_S) -> "StoreManager | Led":
+    """Return a manager for this process.   make: called in a process without ranks, or on rank 0.
+
+    absent_s: seconds that a rank waits for the others to call this. Raises OuterError."""
     if launched_ranks() == 1:
+        if words := lone_words():
+            warnings.warn(words, stacklevel=3)
         return make()
     from diloco.outer.ranks.led import Led
 
-    return Led(Group(), make)
+    return Led(Group(absent_s=absent_s), make)
+
+
+def lone_words(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the warning that accelerate launch has started one process in place of several; else "".
+
+    For several processes it always names a port, but it starts one unless it finds several GPUs."""
+    asked = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys()
+    if not asked or not environ.keys().isdisjoint(("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+        return ""
+    return (
+        "accelerate launch has more than one process to start, and has started only this one, because it finds no "
+        "second GPU. Use torchrun --standalone --nproc-per-node K, or accelerate launch --multi_gpu (also for "
+        "processes on the CPU)"
+    )
 
 
 def tell(manager: "StoreManager | Led", message: T) -> T:

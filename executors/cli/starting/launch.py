@@ -23,10 +23,12 @@ from executors.cli.opening import finished_words
 from executors.cli.starting.again import found_again
 from executors.cli.starting.plan import existing_run
 from executors.preflight import quote, run_url
+from executors.preflight.checks import check_places
 from executors.preflight.quote import StartRequest
 from executors.preflight.script import read_script
 from executors.supervision.supervisor import FAILED, Outcome
 from rendezvous import layout
+from rendezvous.agreement.membership import read_control
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 
@@ -50,14 +52,17 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
     found = read_script(
         typed.name, typed.arguments, is_module=typed.is_module, more=typed.files, fleet=fleet, checked=typed.checked
     )
-    for note in found.notes:
-        say(note)
     if asked.places.actors:
         refuse_actors(found.config)
+    places = quote.wanted_places(asked.places, read_control(open_store(asked.url)).places)
+    unchecked = check_places(found.config, typed.name, asked.url, places) if typed.checked else []
+    told = [*found.notes, *unchecked]
+    for note in told:
+        say(note)
     offer = quote.quote_start(asked, found.config, fleet.replicas)
     if typed.dry_run:
         there = existing_run(found.config, asked.url, asked.fleet.steps)
-        notes = {"notes": [*found.notes, *there]}
+        notes = {"notes": [*told, *there]}
         return Answer({**offer.to_dict(), **notes}, [*offer.lines(), *there, "nothing was started"])
     over = finished_words(open_store(asked.url), asked.url, asked.fleet.steps)
     if not over and not agree_on_price(offer, asked.yes):
