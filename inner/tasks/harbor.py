@@ -1,15 +1,16 @@
 """Read a folder of Harbor tasks as rows. No package is needed.
 
-    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image
+    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image;
+                                                     workdir of [environment]; env of [environment], [verifier]
                   environment/Dockerfile FROM, COPY and WORKDIR are read, without variables; with another
                                                      line, the task needs an image that you have built
-                  tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.txt (or reward.json {"reward": x})
+                  tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.json {"reward": x}, or reward.txt
 
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
     task_options.image       the provider's image or template for all tasks
 
 A link to a file of its folder becomes that file, and a link to a folder within a copied folder becomes a second copy.
-Other links mean nothing in a box: they are left out, and `plan` names them.
+Other links mean nothing in a box: they are left out, and `plan` names them.  Programs stay executable.
 
 Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks; files of more
 than 16 MiB.
@@ -20,6 +21,7 @@ import json
 import os
 import posixpath
 import random
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,6 +33,7 @@ from inner.tasks.spec import TaskSpec
 
 MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
+LATER = ("programs", "env", "verifier_env")  # fields that a row has only if they are not empty
 MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a local box's machine
 
 
@@ -38,6 +41,7 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 class HarborTask:
     """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds.
 
+    programs: paths of those that are executable.   env, verifier_env: variables of all commands, and of the verifier.
     left_out: links that no box gets."""
 
     name: str
@@ -48,10 +52,15 @@ class HarborTask:
     tests: dict[str, str]
     agent_s: float
     verifier_s: float
+    programs: list[str] = field(default_factory=list[str])
+    env: dict[str, str] = field(default_factory=dict[str, str])
+    verifier_env: dict[str, str] = field(default_factory=dict[str, str])
     left_out: list[Path] = field(default_factory=list[Path])
 
     def dump(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "left_out"}, sort_keys=True)
+        """Return the column's text.   Without programs and variables, it is that of earlier releases."""
+        told = {name: value for name, value in asdict(self).items() if value or name not in LATER}
+        return json.dumps({name: value for name, value in told.items() if name != "left_out"}, sort_keys=True)
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
@@ -105,7 +114,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
-    left = list[Path]()
+    seen = _Seen()
     try:
         told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
         instruction = (folder / "instruction.md").read_text("utf-8")
@@ -113,16 +122,19 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         if not isinstance(named, str):
             raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
         image = image or named
-        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment", left)
+        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment", seen)
+        work = _workdir(told, folder) or work
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
-    tests = _pack(folder / "tests", "/tests", root=folder / "tests", left=left)
+    tests = _pack(folder / "tests", "/tests", root=folder / "tests", seen=seen)
     if f"/{TEST}" not in tests:
         raise InnerError(f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/. Copy it there.")
     return HarborTask(
         name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
         agent_s=_seconds(told, "agent", folder),
-        verifier_s=_seconds(told, "verifier", folder), left_out=list(dict.fromkeys(left)),
+        verifier_s=_seconds(told, "verifier", folder), programs=sorted(seen.programs & {*files, *tests}),
+        env=_variables(told, "environment", folder), verifier_env=_variables(told, "verifier", folder),
+        left_out=list(dict.fromkeys(seen.left)),
     )  # fmt: skip
 
 
@@ -139,10 +151,37 @@ def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
     return float(found)
 
 
-def _read_dockerfile(folder: Path, left: list[Path]) -> tuple[str, dict[str, str]]:
+def _workdir(told: dict[str, Any], folder: Path) -> str:
+    """Return the working folder that replaces the Dockerfile's; "" if task.toml names none."""
+    found = _table(told, "environment", folder).get("workdir") or ""
+    if found and (not isinstance(found, str) or not found.startswith("/") or _placed("/", found) == "/"):
+        raise InnerError(f"{folder}/task.toml: workdir = {found!r} must be an absolute path below /.")
+    return _placed("/", found) if found else ""
+
+
+def _variables(told: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
+    found = _table({"env": _table(told, name, folder).get("env", {})}, "env", folder)
+    for variable, value in found.items():
+        here = f"{folder}/task.toml: [{name}.env] {variable} = {value!r}"
+        if not isinstance(value, str) or "\0" in value or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
+            raise InnerError(f"{here} must be a text, under a name of letters, digits and _.")
+        if "${" in value:
+            raise InnerError(f"{here} is of the machine that starts Harbor, which no box can read. Write the value.")
+    return found
+
+
+@dataclass
+class _Seen:
+    """What a task's folders have beside the contents of files.   left: links that no box gets.   programs: paths."""
+
+    left: list[Path] = field(default_factory=list[Path])
+    programs: set[str] = field(default_factory=set[str])
+
+
+def _read_dockerfile(folder: Path, seen: _Seen) -> tuple[str, dict[str, str]]:
     """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them.
 
-    Adds links that are left out to `left`."""
+    Adds to `seen`."""
     work, files = "/app", dict[str, str]()
     for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
         words = line.split()
@@ -155,7 +194,7 @@ def _read_dockerfile(folder: Path, left: list[Path]) -> tuple[str, dict[str, str
                 to = _placed(work, target)
                 is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
                 is_folder |= any(path.startswith(f"{to}/") for path in files)
-                files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, left=left)
+                files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, seen=seen)
             case ["WORKDIR"], [target] if plain and _placed(work, target) != "/":
                 work = _placed(work, target)
             case [first], _ if first.startswith("#"):
@@ -172,14 +211,14 @@ def _placed(work: str, target: str) -> str:
     return "/" + posixpath.normpath(posixpath.join(work, target)).lstrip("/")
 
 
-def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, left: list[Path]) -> dict[str, str]:
+def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, seen: _Seen) -> dict[str, str]:
     """Return one COPY's files: path in the box -> base64.   to: a folder for them, or the name of the one file."""
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if not _real(path).is_relative_to(_real(folder)):
             raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
         inside = f"{to}/{path.name}" if is_folder and path.is_file() else to
-        copied |= _pack(path, inside, root=folder, left=left)
+        copied |= _pack(path, inside, root=folder, seen=seen)
     return copied
 
 
@@ -195,10 +234,10 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
 
 
-def _pack(source: Path, target: str, *, root: Path, left: list[Path]) -> dict[str, str]:
+def _pack(source: Path, target: str, *, root: Path, seen: _Seen) -> dict[str, str]:
     """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
 
-    Adds links that are left out to `left`."""
+    Adds to `seen`."""
     out, packed, size = list[Path](), dict[str, str](), 0
     for path in [source] if source.is_file() else _files_below(source, (_real(root), _real(source)), out):
         name = target if path == source else f"{target}/{path.relative_to(source)}"
@@ -206,11 +245,12 @@ def _pack(source: Path, target: str, *, root: Path, left: list[Path]) -> dict[st
         if size > MOST_BYTES:
             raise InnerError(f"{source} has more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
         packed[name] = base64.b64encode(path.read_bytes()).decode()
+        (seen.programs.add if path.stat().st_mode & 0o111 else seen.programs.discard)(name)
     if not packed and out:
         raise InnerError(f"{source} has no files, but links that lead out of {root}, or nowhere: {out[0]}. Copy files.")
     if not packed:
         raise InnerError(f"{source} has no files, or is not there. Correct the path, or add its files.")
-    left += out
+    seen.left += out
     return packed
 
 

@@ -729,6 +729,23 @@ def test_output_of_a_byte_more_is_marked_and_no_byte_becomes_another(boxes: Loca
     assert ran.output == "\0" * HALF_OUTPUT + CUT + "\n" * HALF_OUTPUT
 
 
+# bash under load: the time limit passes between the byte and the return, and the variable of a NUL is empty
+LATE_READ = """read() {
+  builtin read "$@"; got=$?; local IFS=" "
+  case " $* " in *" -u 4 "*|*" -t 0 "*) return $got;; *" -t "*) [ "$byte" ] || return 142;; esac
+  return $got
+}
+"""
+
+
+def test_a_read_that_reaches_its_limit_loses_no_byte() -> None:
+    """On a busy machine, 6 of 40 outputs had lost a NUL."""
+    words = wrapped_command("printf '\\0a'; sleep .1; printf '\\0'", 30)
+    words[2] = LATE_READ + words[2]
+    ran = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    assert (ran.returncode, ran.stdout) == (0, b"\0a\0")
+
+
 @real
 def test_a_link_leads_out_of_no_box(boxes: LocalBoxes) -> None:
     box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
@@ -857,7 +874,8 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
         ("1\n", 1.0), ('{"reward": 0.5}', 0.5), ("-3e2", -300.0), ("", None), ("NaN", None), ("Infinity", None),
         ("1" * 400, None), ("1" * 5000, None), ('{"reward": ' + "9" * 400 + "}", None), ("1e400", None), ("1e30", None),
         ("[" * 100_000, None), ('{"reward": ' + "[" * 4000, None), ("[1]", None), ("null", None),
-        ('{"other": 1}', None),
+        ('{"other": 1}', None), (".5\n", 0.5), ("1.", 1.0), ("+1", 1.0), ("01", 1.0), ("nan", None), ("inf", None),
+        ("1\n0\n", None), ("0,5", None),
     ],
     ids=lambda x: str(x)[:20],
 )  # fmt: skip
@@ -873,8 +891,10 @@ def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | N
         ("(echo 1; head -c 30000000 /dev/zero | tr '\\0' ' ') > /logs/verifier/reward.txt", 1.0),
         ("ln -s /dev/zero /logs/verifier/reward.txt; echo '{\"reward\": 2}' > /logs/verifier/reward.json", 2.0),
         ("mkfifo /logs/verifier/reward.txt", None),
+        ("cd /logs/verifier; echo 1 > reward.txt; echo '{\"reward\": 2}' > reward.json", 2.0),
+        ("cd /logs/verifier; echo 1 > reward.txt; echo '{\"speed\": 2}' > reward.json", 1.0),
     ],
-    ids=["digits", "spaces", "device", "pipe"],
+    ids=["digits", "spaces", "device", "pipe", "both", "other"],
 )  # fmt: skip
 def test_a_reward_file_is_read_up_to_a_bound(
     boxes: LocalBoxes, tmp_path: Path, written: str, reward: float | None, monkeypatch: pytest.MonkeyPatch
@@ -980,6 +1000,48 @@ def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_p
     assert env.get_reward() is None
 
 
+@real
+def test_the_log_has_the_words_of_a_verifier_without_a_number_once(boxes: LocalBoxes, tmp_path: Path) -> None:
+    """Three silent batches ended the session, and no line of its log said what the verifier had printed."""
+    said = list[tuple[str, str]]()
+    Harbor = harbor_environment(BoxStarter(boxes))
+    Harbor._host = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+        rented=lambda *_: None, emit=lambda event, text, **_: said.append((event, text))
+    )
+    test = "echo half > /logs/verifier/reward.txt; echo $RANDOM; no-such-program\n"
+    (row,) = make_rows(TaskSpec(f"harbor:{write_task(tmp_path / 'task', test=test)}", 1, 0))
+    for _ in range(2):
+        env = Harbor()
+        env.reset(**row)
+        assert env.get_reward() is None
+    ((_, text),) = [one for one in said if one[0] == "reward_failed"]
+    assert text.startswith("the verifier of the Harbor task task gives no number. It left /logs/verifier/reward.txt")
+    assert "'half\\n', exit code 127" in text and "no-such-program: command not found" in text
+
+
+@bubblewrapped
+def test_programs_and_variables_of_a_task_reach_the_box(tmp_path: Path) -> None:
+    """COPY keeps the bit by which a file is a program, and Harbor gives these variables to commands."""
+    toml = '[environment]\nworkdir = "/work"\nenv = {A = "1 \'2", B = ""}\n[verifier.env]\nC = "c"\n'
+    test = '/tests/help.sh && [ "$A$B$C" = "1 \'2c" ] && echo .5 > /logs/verifier/reward.txt\n'
+    folder = write_task(tmp_path / "task", test=test, toml=toml)
+    for path in ("tests/help.sh", "environment/repo/run"):
+        (folder / path).write_text("#!/bin/bash\nexit 0\n")
+        (folder / path).chmod(0o755)
+    env = _harbor(LocalBoxes(tmp_path / "boxes"), folder)
+    assert env.bash('/app/run && pwd && echo "$A${C-none}" && [ ! -x /app/given.txt ]') == "/work\n1 '2none\n"
+    assert env.get_reward() == 0.5
+
+
+def test_a_row_without_programs_and_variables_is_that_of_earlier_releases(tmp_path: Path) -> None:
+    (task,) = read_tasks(write_task(tmp_path / "task"))
+    before = {"agent_s", "files", "folder", "image", "instruction", "name", "tests", "verifier_s"}
+    assert json.loads(task.dump()).keys() == before and load_harbor(task.dump()) == task
+    (tmp_path / "task/tests/test.sh").chmod(0o755)
+    (task,) = read_tasks(tmp_path / "task")
+    assert json.loads(task.dump())["programs"] == ["/tests/test.sh"] and load_harbor(task.dump()) == task
+
+
 SUM = "def add(a, b):\n    return {}\n\ndef one():\n    return 1\n"
 
 
@@ -1021,6 +1083,12 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"toml": "[agent]\ntimeout_sec = inf\n"}, "must be a number between 0 and 1e9"),
         ({"toml": "agent = 3\n"}, "agent = 3 is not a table"),
         ({"toml": "[environment]\ndocker_image = 5\n"}, "docker_image = 5 is not the name of an image"),
+        ({"toml": '[environment]\nworkdir = "app"\n'}, "workdir = 'app' must be an absolute path below /"),
+        ({"toml": '[environment]\nworkdir = "/.."\n'}, r"workdir = '/\.\.' must be an absolute path below /"),
+        ({"toml": "[verifier]\nenv = 3\n"}, "env = 3 is not a table"),
+        ({"toml": "[verifier.env]\nA = 3\n"}, r"\[verifier.env\] A = 3 must be a text"),
+        ({"toml": '[environment.env]\n"A;x" = "3"\n'}, "must be a text, under a name of letters"),
+        ({"toml": '[verifier.env]\nKEY = "${KEY}"\n'}, r"KEY = '\$\{KEY\}' is of the machine that starts Harbor"),
         ({"words": b"\xff"}, "cannot be read: 'utf-8' codec"),
     ],
 )

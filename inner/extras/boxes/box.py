@@ -15,6 +15,7 @@ Not promised: a distinction between the time limit and a command's own exit code
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -31,16 +32,25 @@ MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
 HALVES = f"{{ head -c {HALF_OUTPUT}; {LAST}; {MARK}; last | tail -c {HALF_OUTPUT}; }}"
-# the pipe itself ends with the last background process; `read` waits for one byte, dd takes bytes until it finds none
+# the pipe itself ends with the last background process.  Only `read -t 0` has a time limit at the pipe: a `read` that
+# reaches its limit may have taken a NUL, which no variable shows.  dd takes bytes until it finds none
 UNTIL_END = r"""
-while read -t 0 -u 4; ended=$?; IFS= read -r -d '' -n 1 -t .05 byte; got=$?; [ $got != 1 ]; do
-  if [ "$byte" ]; then printf %s "$byte"; elif [ $got = 0 ]; then printf '\0'; fi
-  ! read -t 0 || dd bs=64K count=512 iflag=nonblock
+while read -t 0 -u 4; ended=$?; true; do
+  if read -t 0; then
+    IFS= read -r -d '' -n 1 byte || break
+    if [ "$byte" ]; then printf %s "$byte"; else printf '\0'; fi
+    ! read -t 0 || dd bs=64K count=512 iflag=nonblock
+    pause=.001
+  elif [ $ended != 0 ]; then
+    read -t $pause -n 1 -u 4; if [ $pause = .001 ]; then pause=.01; else pause=.05; fi
+  fi
   [ $ended != 0 ] || { until cat; do sleep .1; done <&0 >/dev/null 4>&- & break; }  # a background process may write on
 done"""
-# descriptor 4 is a pipe that gets a line when the shell has ended; the last chunk is read after this line
+# descriptor 4 is a pipe that gets a line when the shell has ended: a pause may take one byte, and the others are left.
+# The last chunk is read after this line
 WRAPPED = f"""exec 4<> <(:) 2>/dev/null
-(trap 'echo >&4' EXIT; timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null 4>&-) | {{ LC_ALL=C; {UNTIL_END}
+(trap 'echo ended >&4' EXIT; timeout -k "$2" "$1" bash -c "$3" 2>&1 </dev/null 4>&-) | {{ LC_ALL=C; pause=.001
+{UNTIL_END}
 }} | {HALVES}; exit ${{PIPESTATUS[0]}}"""
 
 
@@ -74,10 +84,13 @@ class BoxOwner:
 
 @dataclass(frozen=True)
 class BoxRecipe:
-    """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content."""
+    """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content.
+
+    programs: paths of executable files."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    programs: Sequence[str] = ()
     folder: str = "/app"
     ttl_s: float = TTL_S
 
@@ -128,6 +141,18 @@ class BoxProvider(Protocol):
 def wrapped_command(command: str, timeout_s: float) -> list[str]:
     """Return the words that run a command inside a box with its limits."""
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
+
+
+def with_variables(variables: Mapping[str, str], command: str) -> str:
+    """Return the command, which runs with these environment variables.   Its line numbers stay as they are."""
+    words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return f"export {' '.join(words)}; {command}" if words else command
+
+
+def make_executable(box: Box, paths: Sequence[str]) -> None:
+    """Make these files of a box executable.   A command has 100 paths, because an argument has 128 KiB at most."""
+    for at in range(0, len(paths), 100):
+        box.exec(f"chmod a+x -- {shlex.join(paths[at : at + 100])}", user="root", timeout_s=60.0)
 
 
 def as_user(user: str) -> tuple[str, ...]:

@@ -21,7 +21,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxRecipe, ProviderFailed
+from inner.extras.boxes.box import (
+    Box,
+    BoxGone,
+    BoxOwner,
+    BoxRecipe,
+    ProviderFailed,
+    make_executable,
+    with_variables,
+)
 from inner.extras.boxes.starting import BoxStarter
 from inner.extras.boxes.verdict import Blamed, BoxAction, blame
 from inner.tasks.harbor import HarborTask, unpack
@@ -34,16 +42,18 @@ CLEAR = (
 )
 VERIFIER = "bash /tests/test.sh"
 MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
-REWARDS = ("/logs/verifier/reward.txt", "/logs/verifier/reward.json")
+REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")  # Harbor reads the first one first, too
+SHOWN = 400  # characters of a verifier's output in the log
 
 
 class Episode:
-    """One episode.   owner: the owner of its box.   tell_failed(error): called if the provider gives no box."""
+    """One episode.   owner: the owner of its box.   tell(event, text): logs that the provider gives no box, and why a
+    verifier gives no number in a fresh box."""
 
     def __init__(
-        self, starter: BoxStarter, owner: BoxOwner, task: HarborTask, tell_failed: Callable[[Exception], None]
+        self, starter: BoxStarter, owner: BoxOwner, task: HarborTask, tell: Callable[[str, str], None]
     ) -> None:
-        self._starter, self._owner, self._task, self._tell_failed = starter, owner, task, tell_failed
+        self._starter, self._owner, self.task, self._tell = starter, owner, task, tell
         self.submitted = False
         self.actions = list[BoxAction]()
         self._survived = 0  # number of actions that the box has survived
@@ -59,10 +69,10 @@ class Episode:
         """Start the box; return whether there is one."""
         self._starter.count("episodes")
         try:
-            self._box = self._starter.start(self._owner, _recipe(self._task))
+            self._box = self._starter.start(self._owner, _recipe(self.task))
         except ProviderFailed as error:
             self._settle("provider")
-            self._tell_failed(error)
+            self._tell("boxes_failed", str(error))
         return self._box is not None
 
     @property
@@ -73,7 +83,7 @@ class Episode:
     def left_s(self) -> float:
         """Return the seconds left of the task's limit, which begins with the first call, not with the batch."""
         if self._until is None:
-            self._until = self._starter.clock() + self._task.agent_s
+            self._until = self._starter.clock() + self.task.agent_s
         return self._until - self._starter.clock()
 
     def act(self, run: Callable[[Box], Any]) -> Any:
@@ -108,7 +118,7 @@ class Episode:
         with self._deciding:  # a call that outlived its limit may still look for blame
             box = None if self._blamed else self._box
         try:
-            if box is not None and (found := self.act(lambda any_box: verify(any_box, self._task))) is not None:
+            if box is not None and (found := self.act(lambda any_box: verify(any_box, self.task))) is not None:
                 return found
         except BoxGone:
             box = None
@@ -131,15 +141,15 @@ class Episode:
     def _verifies_untouched(self) -> bool:
         """Whether the verifier gives a number in a box that no episode has touched."""
         try:
-            return verify(self._fresh(0), self._task) is not None
+            return verify(self._fresh(0), self.task, lambda why: self._tell("reward_failed", why)) is not None
         except (BoxGone, ProviderFailed) as error:
-            self._tell_failed(error)
+            self._tell("boxes_failed", str(error))
             return False
         finally:
             self._release(0)
 
     def _fresh(self, n: int) -> Box:
-        return self._starter.start(self._fresh_owner(n), _recipe(self._task))
+        return self._starter.start(self._fresh_owner(n), _recipe(self.task))
 
     def _release(self, n: int) -> None:
         _release_quietly(self._starter, self._fresh_owner(n))
@@ -150,11 +160,12 @@ class Episode:
 
 def _recipe(task: HarborTask) -> BoxRecipe:
     ttl = 2 * (task.agent_s + task.verifier_s)
-    return BoxRecipe(image=task.image, files=unpack(task.files), folder=task.folder, ttl_s=ttl)
+    programs = [path for path in task.programs if path in task.files]
+    return BoxRecipe(task.image, unpack(task.files), programs, folder=task.folder, ttl_s=ttl)
 
 
-def verify(box: Box, task: HarborTask) -> float | None:
-    """Return the reward that the task's test.sh writes; None if it writes no number."""
+def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why: None) -> float | None:
+    """Return the reward that the task's test.sh writes; None if it writes no number, after tell(why)."""
     if box.exec(CLEAR, user="root", timeout_s=60.0).code:
         return None
     try:
@@ -162,11 +173,21 @@ def verify(box: Box, task: HarborTask) -> float | None:
             box.write(path, data)
     except OSError:
         return None
-    box.exec(VERIFIER, user="root", timeout_s=task.verifier_s)
+    make_executable(box, [path for path in task.programs if path in task.tests])
+    command = with_variables({**task.env, **task.verifier_env}, VERIFIER)
+    ran = box.exec(command, user="root", timeout_s=task.verifier_s)
+    found = "no file"
     for path in REWARDS:
         written = box.exec(f"[ -f {path} ] && head -c {MOST_REWARD} -- {path}", user="root", timeout_s=60.0)
         if written.code == 0:
-            return read_number(written.output)
+            if (number := read_number(written.output)) is not None:
+                return number
+            found = f"{path} with {written.output[:SHOWN]!r}"
+    tell(
+        f"the verifier of the Harbor task {task.name} gives no number. It left {found}, exit code {ran.code}"
+        f"{', its time limit,' if ran.timed_out else ''} and the output {ran.output[-SHOWN:]!r}. "
+        'Write a number into /logs/verifier/reward.txt, or {"reward": 0.5} into reward.json.'
+    )
     return None
 
 
@@ -174,8 +195,11 @@ def read_number(text: str) -> float | None:
     """Return the reward in the text of a file of REWARDS; None if the text has no number."""
     try:
         found = json.loads(text)
+    except (ValueError, RecursionError):  # also 10,000 brackets
+        found = text  # Harbor reads a text as float() does: .5 and +1, too
+    try:
         number = float(found["reward"] if isinstance(found, dict) else found)
-    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError):  # 400 digits; 10,000 brackets
+    except (ArithmeticError, ValueError, TypeError, KeyError):  # 400 digits
         return None
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 

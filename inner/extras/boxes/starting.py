@@ -25,7 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from inner.errors import InnerError
-from inner.extras.boxes.box import Box, BoxGone, BoxOwner, BoxProvider, BoxRecipe, ProviderFailed
+from inner.extras.boxes.box import (
+    Box,
+    BoxGone,
+    BoxOwner,
+    BoxProvider,
+    BoxRecipe,
+    ProviderFailed,
+    make_executable,
+)
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -163,6 +171,7 @@ class BoxStarter:
         try:
             for path, data in recipe.files.items():
                 box.write(path, data)
+            make_executable(box, recipe.programs)
             box.exec(f"mkdir -p {folder} && chmod -R a+rwX {folder}", user="root", timeout_s=60.0)
         except (BoxGone, OSError) as error:
             box.stop()

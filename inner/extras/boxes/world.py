@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from inner.extras.boxes.box import Box, BoxGone, BoxOwner, ProviderFailed
+from inner.extras.boxes.box import Box, BoxGone, BoxOwner, ProviderFailed, with_variables
 from inner.extras.boxes.episode import Episode
 from inner.extras.boxes.starting import BoxStarter, OpenedLater
 from inner.host import Host
@@ -40,6 +40,7 @@ class _Shared:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
         self.told = False  # whether an error of the provider was logged since its last new box
+        self.silent = set[str]()  # tasks whose verifier gave no number, which was logged
 
     @property
     def starter(self) -> BoxStarter:
@@ -81,7 +82,7 @@ class HarborEnvironment:
         """Begin the task of this row in a box of its own."""
         self._end()
         self._episode += 1
-        self._now = Episode(self._starter, self._owner(), load_harbor(harbor), self._tell_failed)
+        self._now = Episode(self._starter, self._owner(), load_harbor(harbor), self._tell)
         if self._now.begin():
             self._shared.told = False
 
@@ -92,6 +93,7 @@ class HarborEnvironment:
             command: the command, for bash
         """
         limit = min(self._command_s, max(1.0, self._begun.left_s()))
+        command = with_variables(self._begun.task.env, command)
         ran = self._act(lambda box: box.exec(command, user=self._user, timeout_s=limit))
         if isinstance(ran, str):
             return ran
@@ -151,11 +153,16 @@ class HarborEnvironment:
             self._now.end()
             self._tell_used()
 
-    def _tell_failed(self, error: Exception) -> None:
-        """Log an event with the provider's error, only once until the provider gives a box again."""
-        if self._host is not None and not self._shared.told:
-            self._shared.told = True
-            self._host.emit("boxes_failed", str(error))
+    def _tell(self, event: str, text: str) -> None:
+        """Log an error of the provider once until the provider gives a box again; a task's silent verifier once."""
+        shared, name = self._shared, self._begun.task.name
+        if self._host is None or (shared.told if event == "boxes_failed" else name in shared.silent):
+            return
+        if event == "boxes_failed":
+            shared.told = True
+        else:
+            shared.silent.add(name)
+        self._host.emit(event, text)
 
     def _tell_used(self) -> None:
         """Log an event about the boxes of a batch, once the batch's last box has ended."""
