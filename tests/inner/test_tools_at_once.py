@@ -302,3 +302,39 @@ def test_a_tools_own_timeout_is_its_error() -> None:
     _, (tools,) = together([{"late": late}], [asks(("late", {}))], limit=20)
     with pytest.raises(TimeoutError, match="the server is slow"):
         tools["late"]()
+
+
+def prepared(tool: Any, workers: int) -> Any:
+    """Return a plain tool as TRL's loop gets it, its one call asked for."""
+    trainer = SimpleNamespace(
+        _sync_tool_dicts=[{"t": tool}], _async_tool_dicts=[{}], environments=None,
+        lanes=lanes.Lanes(workers) if workers > 1 else None,
+    )  # fmt: skip
+    tools_at_once.prepare_tools(trainer, [[asks(("t", {}))]])
+    return trainer._sync_tool_dicts[0]["t"]
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ([{"type": "image", "name": "a.png"}], "[{'type': 'image', 'name': 'a.png'}]"),
+        ([{(1, 2): 3}], "[{(1, 2): 3}]"),
+        (CIRCLE, "[[...]]"),
+        ([1, {"type": "text", "text": "two"}], [1, {"type": "text", "text": "two"}]),
+    ],
+    ids=["image", "key", "circle", "content"],
+)
+def test_a_list_that_no_message_can_hold_is_shown_as_text(result: Any, shown: Any, workers: int) -> None:
+    """TRL read the image of each part, and a bundle needs JSON: a KeyError or TypeError ended the session."""
+    assert prepared(lambda: result, workers)() == shown
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_list_without_a_text_is_the_calls_error(workers: int) -> None:
+    with pytest.raises(ValueError, match="integer string"):
+        prepared(lambda: [10**5000], workers)()

@@ -17,6 +17,7 @@ ignores its cancellation (both are left behind); an async tool that blocks the e
 """
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -196,4 +197,15 @@ def _with_text(result: Any) -> Any:
     """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's."""
     if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`
         raise TypeError(f"the tool returned a {type(result).__name__}, which has not run")
-    return result if isinstance(result, list) else str(result)
+    return result if isinstance(result, list) and _is_content(result) else str(result)
+
+
+def _is_content(parts: list[Any]) -> bool:
+    """Whether a message can hold the list: no part is an image, and a record of the message can be written."""
+    if any(isinstance(part, dict) and part.get("type") == "image" for part in parts):  # TRL reads the key `image`
+        return False
+    try:
+        json.dumps(parts, default=str)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, a circle, 5000 digits
+        return False
+    return True
