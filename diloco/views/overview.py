@@ -24,6 +24,7 @@ from diloco.runlog.learning import over_replicas
 from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import Step
+from rendezvous.layout import is_slot
 from rendezvous.records.records import Beat
 
 PACE_STEPS = 10
@@ -219,8 +220,15 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
         for row in rows
     ]
     if not report.done:
-        rows += [SessionRow(slot, 0) for slot in report.wanted.member_names if slot not in newest]
+        rows += [SessionRow(slot, 0) for slot in unclaimed_names(report)]
     return tuple(sorted(rows, key=lambda row: (row.slot, row.generation)))
+
+
+def unclaimed_names(report: Report) -> list[str]:
+    """Return the slots and actors without a session.   `--name a07` alone makes no a00 … a06 that should be there."""
+    wanted, claimed = report.wanted, {session.slot for session in report.sessions}
+    asked_for = [name for name in wanted.member_names if is_slot(name) or wanted.is_kept(name) or name in wanted.guests]
+    return [name for name in asked_for if name not in claimed]
 
 
 def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:

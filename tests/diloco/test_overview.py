@@ -9,7 +9,7 @@ from diloco.runlog.sessions import end_words
 from diloco.runlog.steps import Step
 from diloco.runlog.summary import kept_words
 from diloco.views.overview import LABELS, SessionRow, overview, samples_per_second, seconds_per_step
-from executors.cli.looking.status import describe_supervisor
+from executors.cli.looking.status import describe_supervisor, status_table
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, write_control
 from rendezvous.records.records import Beat
@@ -62,6 +62,17 @@ def test_a_run_in_which_nothing_happened_yet_has_rows_that_start() -> None:
     seen = overview(read_report(Bucket(replicas=2).store), T0 + 5)
     assert seen.state == "not begun" and seen.rows == (SessionRow("r00", 0), SessionRow("r01", 0))
     assert (seen.step, seen.step_s, seen.eta_s, seen.snapshot, seen.series) == (0, None, None, None, ())
+
+
+def test_an_actor_that_you_started_under_a_name_has_no_neighbours_that_should_be_there() -> None:
+    """`python -m diloco.actor RUN --name a03` alone: a00, a01 and a02 stood in `status` as not started for ever."""
+    run = Bucket(replicas=1)
+    write_control(run.store, run.clock, guest="a03")
+    report = read_report(run.store)
+    assert [row.slot for row in overview(report, T0 + 5).rows] == ["r00", "a03"][::-1]
+    assert [line.split()[0] for line in status_table(report, T0 + 5)[2:4]] == ["r00", "a03"]
+    write_control(run.store, run.clock, actors=2)
+    assert [row.slot for row in overview(read_report(run.store), T0 + 5).rows] == ["a00", "a01", "a03", "r00"]
 
 
 def test_a_row_says_where_what_how_far_and_how_it_ended() -> None:

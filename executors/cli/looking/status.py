@@ -39,7 +39,7 @@ from diloco.runlog.sparkline import sparkline
 from diloco.runlog.summary import actor_words, brief_name, curve_of, kept_words, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
-from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s
+from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s, unclaimed_names
 from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
 from executors.supervision.money.bills import unpriced
@@ -85,13 +85,14 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
     shown = rows_to_show(session_rows(report, now, {}))
     failed = _failed_starts(report)
     begins = SUPERVISOR in report.beats and is_listening(report.beats[SUPERVISOR], report, now)
-    unclaimed = "never started" if report.done else "starting" if begins else "not started"
+    words = "never started" if report.done else "starting" if begins else "not started"
+    unclaimed = {name: [f"  {name:9s} {words}"] for name in unclaimed_names(report)}
     for slot in report.wanted.member_names:
         claimed = [row for row in shown if row.slot == slot and row.generation]
         sessions = [
             line for row in claimed for line in [_row_line(row, curve, report.began), *_reason_lines(row.why, width)]
         ]
-        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or [f"  {slot:9s} {unclaimed}"]
+        lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or unclaimed.get(slot, [])
     learning = learning_words(newest_numbers(report.steps), without=curve.name)
     numbers = [f"  {learning}"] if learning else []
     numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
