@@ -28,7 +28,7 @@ from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code, setting_of
 from inner.usercode.reward_form import SILENT, START, call_fault, call_of, sameness
 from inner.usercode.reward_words import user_lines
-from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward
+from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward, lost_tools
 
 
 def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) -> None:
@@ -79,6 +79,17 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
     if same == SILENT and sameness(rewards, prompts[:MOST_ROWS]) == SILENT:
         raise SilentReward(f"{words}: a session without rewards ends. Return 0.0 for a wrong answer; {tries}.")
     return f"warning: {words}; {tries}" if same else ""
+
+
+def lost_tools_warning(config: InnerConfig, files: Files) -> str:
+    """Return a warning about methods of the environment that look like tools and are none; "" if there are none."""
+    environment: Any = load_environment(config, files)
+    if environment is None:
+        return ""
+    lost = lost_tools(environment if isinstance(environment, type) else type(environment()))
+    words = ", ".join(f"{name} (a {kind})" for name, kind in lost.items())
+    where = f"warning: environment {config.sampling.environment}: the model does not get {words} as a tool"
+    return f"{where}. Write a plain method, which may call it, or begin its name with _" if lost else ""
 
 
 def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment: type | None) -> None:

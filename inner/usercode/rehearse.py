@@ -179,11 +179,11 @@ def main(asked: Mapping[str, Any]) -> None:
 
 def try_answers(found: Rehearsal, config: InnerConfig, files: Files) -> Rehearsal:
     """Add the findings about the reward from the rows' own answers."""
-    from inner.usercode.check import SilentReward, constant_reward
+    from inner.usercode.check import SilentReward, constant_reward, lost_tools_warning
 
     try:
-        same = constant_reward(config, files)
-        return replace(found, warning="\n".join(filter(None, [same, *map("warning: {}".format, take_notes())])))
+        warned = [constant_reward(config, files), lost_tools_warning(config, files)]
+        return replace(found, warning="\n".join(filter(None, [*warned, *map("warning: {}".format, take_notes())])))
     except SilentReward as error:
         return replace(found, refused=str(error))
     except InnerError as error:  # the reward works for empty answers, but fails for the rows' answers

@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from functools import wraps
+from functools import lru_cache, partialmethod, singledispatchmethod, wraps
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -219,10 +219,29 @@ def tool_names(environment: type) -> list[str]:
     return [name for name, _ in members if not name.startswith("_") and name not in ("reset", "get_reward")]
 
 
+def lost_tools(environment: type) -> dict[str, str]:
+    """Return public name -> kind of the methods that TRL's rule leaves out, such as one below @lru_cache."""
+    kinds = (classmethod, partialmethod, singledispatchmethod, type(lru_cache(bool)))
+    static = {name: inspect.getattr_static(environment, name) for name in dir(environment) if not name.startswith("_")}
+    return {name: type(found).__name__.strip("_") for name, found in static.items() if isinstance(found, kinds)}
+
+
 def _check_members(config: InnerConfig, environment: type) -> None:
     spelling = config.sampling.environment
     if not hasattr(environment, "reset"):
         raise InnerError(f"environment {spelling} has no `reset(self, **row)`. Add it; it gets the prompt's row.")
+    for name in ("reset", "get_reward"):
+        found = inspect.getattr_static(environment, name, None)
+        if found is not None and not inspect.isfunction(getattr(environment, name)):  # TRL does not see it
+            raise InnerError(
+                f"environment {spelling}: `{name}` is a {type(found).__name__}, and a method is needed. Write "
+                f"`def {name}(self{', **row' * (name == 'reset')})`."
+            )
+    if inspect.iscoroutinefunction(environment.reset):
+        raise InnerError(
+            f"environment {spelling}: `reset` is async, and nothing awaits it. Write `def reset(self, **row)`; "
+            "`asyncio.run(...)` in it may await. (get_reward and tools may be async.)"
+        )
     weights = [*config.rewards.weights.values()] or config.trl.get("reward_weights")
     is_scored = config.rewards.lines or config.data.task or config.model == "toolworld"
     if not (any(weights) if weights else is_scored) and not hasattr(environment, "get_reward"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from inner import InnerConfig, InnerError, Seeds, check_inner
+from inner.usercode.rehearse import rehearse
 
 OWN = {"model": "some/model", "data": {"prompts": "p.jsonl"}, "rewards": {"function": "r.py:f"}}
 
@@ -214,6 +215,9 @@ def test_only_a_hint_needs_a_tool_that_can_fail(tmp_path: Path) -> None:
         ("class E:\n    pass\n", "no `reset"),
         ("class E:\n    def __init__(self): open('/nowhere/x')\n", r"cannot be built[\s\S]*line 2[\s\S]*FileNotFound"),
         ("class E:\n    def reset(self, **row): pass\n", "no `get_reward`"),
+        ("class E:\n    async def reset(self, **row): pass\n", "`reset` is async, and nothing awaits it"),
+        ("class E:\n    @property\n    def reset(self): pass\n", r"`reset` is a property.* `def reset\(self, \*\*row"),
+        (BODY + "    get_reward = classmethod(len)\n", r"`get_reward` is a classmethod.* `def get_reward\(self\)`"),
         (BODY, "no public method"),
         (BODY + "    def go(self, a): return a\n", "tool go cannot be described"),
         (BODY + "    def go(self, a: int):\n        yield a\n", "tool go has a `yield`, so a call would return a gen"),
@@ -230,6 +234,14 @@ def test_check_looks_at_the_environment(tmp_path: Path, body: str, words: str | 
     else:
         with pytest.raises(InnerError, match=words):
             check_inner(config, files)
+
+
+def test_a_method_that_is_no_tool_is_named(tmp_path: Path) -> None:
+    """TRL leaves out all that is not a function: the model called a tool that was not there, in every rollout."""
+    body = "import functools\n" + BODY + "    @functools.lru_cache\n" + TOOL.lstrip("\n")
+    found = rehearse(*with_environment(tmp_path, body), 60.0)
+    assert found.refused == "" and "the model does not get go (a lru_cache_wrapper) as a tool" in found.warning
+    assert rehearse(*with_environment(tmp_path, body.replace("    @functools.lru_cache\n", "")), 60.0).warning == ""
 
 
 @pytest.mark.parametrize(

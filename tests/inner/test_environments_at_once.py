@@ -124,6 +124,14 @@ def trained(
     return parameters, metrics, dict(loop.trainer.environments[0].most)
 
 
+@pytest.mark.parametrize("workers", [1, 8])
+def test_an_observation_that_is_no_text_is_named(tmp_path: Path, workers: int) -> None:
+    """As of Gym's reset. Before: can only concatenate str (not "tuple") to str."""
+    text = WORLD_FILE.replace('        self._meet("reset")\n', '        return "seen", {}\n')
+    with pytest.raises(InnerError, match=r"`reset` of World returned a tuple\. Return None, or a text"):
+        trained(tmp_path, workers, text)
+
+
 @pytest.mark.parametrize(
     ("text", "rewards"), [(WORLD_FILE, 0), (WORLD_FILE.replace("get_reward", "_score"), 1)], ids=["own", "none"]
 )
