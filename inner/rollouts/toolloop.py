@@ -78,13 +78,7 @@ class LeanToolLoop(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with self.turn(True), self._environments_at_once("reset", inputs):
-            try:
-                return super()._generate_and_score_completions(inputs)
-            except TypeError as error:
-                from inner.rollouts.at_once.environments import explain_observation
-
-                explain_observation(error)
-                raise
+            return super()._generate_and_score_completions(inputs)
 
     def _environments_at_once(self, method: str, rows: Any = None) -> AbstractContextManager[None]:
         if self.environment_factories is None or self.lanes is None or self.replayed is not None:

@@ -23,6 +23,8 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from inner.errors import InnerError
+
 _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "torch.set_grad_enabled": (lambda t: t.is_grad_enabled(), lambda t, was: t.set_grad_enabled(was)),
     "torch.set_default_dtype": (lambda t: t.get_default_dtype(), lambda t, was: t.set_default_dtype(was)),
@@ -126,6 +128,9 @@ class Turns:
         self._switch(theirs)
         try:
             yield
+        except TypeError as error:
+            _explain_observation(error)
+            raise
         finally:
             self._switch(before)
 
@@ -135,6 +140,19 @@ class Turns:
         elif self._theirs and not theirs:
             _PROCESS.leave(self._what)
         self._theirs = theirs
+
+
+def _explain_observation(error: TypeError) -> None:
+    """Raise InnerError if TRL could not append to the prompt what `reset` returned."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    found = at.tb_frame.f_locals if at is not None else {}
+    if "observation" in found and "environment" in found:  # TRL's own frame, just after its call of `reset`
+        raise InnerError(
+            f"`reset` of {type(found['environment']).__name__} returned a {type(found['observation']).__name__}. "
+            "Return None, or a text that is appended to the prompt."
+        ) from error
 
 
 def begin_session() -> None:

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inner.errors import InnerError
 from inner.rollouts.at_once.lanes import Call, Lane, Lanes, NoAnswer, Workers, WorkItem, in_order, is_in_lane
 
 
@@ -212,19 +211,6 @@ class _Waits:
             self._lane.run(item)
         self._newest = row, item
         return item
-
-
-def explain_observation(error: TypeError) -> None:
-    """Raise InnerError if TRL could not append to the prompt what `reset` returned."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    found = at.tb_frame.f_locals if at is not None else {}
-    if "observation" in found and "environment" in found:  # TRL's own frame, just after its call of `reset`
-        raise InnerError(
-            f"`reset` of {type(found['environment']).__name__} returned a {type(found['observation']).__name__}. "
-            "Return None, or a text that is appended to the prompt."
-        ) from error
 
 
 def _in_time(limit_s: float | None) -> str:
