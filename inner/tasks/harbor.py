@@ -22,6 +22,7 @@ import os
 import posixpath
 import random
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -121,6 +122,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         named = _table(told, "environment", folder).get("docker_image", "")
         if not isinstance(named, str):
             raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
+        _refuse_unusable(folder, image)
         image = image or named
         work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment", seen)
         work = _workdir(told, folder) or work
@@ -142,6 +144,20 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     if not isinstance(found := told.get(name, {}), dict):
         raise InnerError(f"{folder}/task.toml: {name} = {found!r} is not a table. Write [{name}].")
     return found
+
+
+def _refuse_unusable(folder: Path, image: str) -> None:
+    """Refuse a task of several containers without an image for all tasks, and a script that bash cannot read."""
+    for compose in sorted((folder / "environment").glob("docker-compose.y*ml")) if not image else ():
+        raise InnerError(
+            f"the Harbor task {folder} has {compose.name}, and a box is one container. Leave the task out, or build an "
+            "image with all that it needs, and name it in task_options.image."
+        )
+    if b"\r\n" in (folder / TEST).read_bytes():
+        raise InnerError(
+            f"{folder / TEST} has the line ends of Windows, which bash cannot read. Remove them: "
+            f"sed -i 's/\\r$//' {shlex.quote(str(folder / TEST))}"
+        )
 
 
 def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:

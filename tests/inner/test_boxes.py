@@ -820,6 +820,7 @@ def write_task(
     docker: str = "FROM x\nCOPY repo /app\nWORKDIR /app\n",
     toml: str = "[verifier]\ntimeout_sec = 30.0\n[agent]\ntimeout_sec = 60.0\n",
     words: bytes = b"Write 42 into /app/answer.\n",
+    compose: str = "",
 ) -> Path:
     (folder / "environment/repo").mkdir(parents=True)
     (folder / "tests").mkdir()
@@ -828,7 +829,9 @@ def write_task(
     (folder / "environment/Dockerfile").write_text(docker, "utf-8", "surrogateescape")
     (folder / "environment/repo/given.txt").write_text("given")
     if test is not None:
-        (folder / "tests/test.sh").write_text(test)
+        (folder / "tests/test.sh").write_text(test, newline="")
+    if compose:
+        (folder / "environment/docker-compose.yaml").write_text(compose)
     return folder
 
 
@@ -1090,11 +1093,17 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"toml": '[environment.env]\n"A;x" = "3"\n'}, "must be a text, under a name of letters"),
         ({"toml": '[verifier.env]\nKEY = "${KEY}"\n'}, r"KEY = '\$\{KEY\}' is of the machine that starts Harbor"),
         ({"words": b"\xff"}, "cannot be read: 'utf-8' codec"),
+        ({"test": "echo 1\r\n"}, r"test.sh has the line ends of Windows.*sed -i 's/\\r\$//' "),
+        ({"compose": "services: {}\n"}, "has docker-compose.yaml, and a box is one container.*task_options.image"),
     ],
 )
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
         read_tasks(write_task(tmp_path / "task", **change))
+
+
+def test_an_image_for_all_tasks_stands_for_several_containers(tmp_path: Path) -> None:
+    assert read_tasks(write_task(tmp_path / "task", compose="services: {}\n"), image="all:1")[0].image == "all:1"
 
 
 def test_links_within_the_folder_are_packed_and_others_are_named(tmp_path: Path) -> None:
