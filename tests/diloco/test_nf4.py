@@ -19,7 +19,7 @@ from diloco.run.footprint import footprint
 from diloco.run.record import read_run
 from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of
 from executors.platforms.places import Place
-from executors.preflight.checks import _check_places
+from executors.preflight.checks import check_places
 from executors.preflight.place_faults import few_bits
 from executors.preflight.run_url import UsageError
 from inner import InnerConfig, InnerError, Seeds, build_inner
@@ -126,7 +126,7 @@ def test_a_missing_package_is_found_before_the_run(
     assert re.search(words, said) if words else not said
     if place == Place("local"):
         with pytest.raises(UsageError, match=words):
-            _check_places(run, "run.toml", "", [place])
+            check_places(run, "run.toml", "", [place])
 
 
 def test_a_plan_counts_four_bits_for_linear_layers(tmp_path: Path) -> None:
