@@ -190,7 +190,7 @@ def test_one_bad_spec_hurts_no_good_one(fleet):
     good, bad = fleet.spec("returns", "r00", kwargs={"value": 7}), fleet.spec("returns", "r01")
     handles = fleet.launch(good, fleet.platform.spoil(bad), fleet.spec("returns", "r02"))
     results = fleet.collect(*handles)
-    assert [r.state for r in results] == [State.SUCCEEDED, State.FAILED, State.SUCCEEDED]
+    assert [r.state for r in results] == [State.SUCCEEDED, State.FAILED, State.SUCCEEDED], results
     assert results[0].value["value"] == 7 and results[1].reason
     assert len(fleet.marks("start", handles[1])) == 0
 
