@@ -7,6 +7,7 @@ samples are the same if the arithmetic is the same.
 """
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,8 @@ from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import Evaluation, read_evaluations
 from inner import InnerLoop, Seeds, build_inner
 from inner.data.prompts import Row, load_prompts
-from inner.errors import RewardFailed
 from inner.settings.task import EVAL
+from inner.usercode import reward_calls
 
 
 def evaluate_step(
@@ -76,22 +77,24 @@ class OfflineScorer:
         """Score θ on all prompts.   at: its outer step.   Raises ConfigError."""
         rows = self.rows
         put_into(self.loop.model, state)
-        try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             scored, found = score_prompts(
                 cast(Scorer, self.loop), rows, self.config, batch=self.run.config.inner.generation_size,
                 seed=derive_seed(self.run.config.seed, "eval", at),
                 may_go_on=lambda scored: report_progress(f"θ_{at}: {scored} of {len(rows)} prompts") or True,
             )  # fmt: skip
-        except RewardFailed as error:  # its own message is for a fleet, whose sessions are restarted
-            columns = ", ".join(sorted(rows[0]))
-            raise ConfigError(
-                f"the reward gave no number for any of these prompts: {error.__cause__ or error}. The prompts have "
-                f"columns {columns}. Add the columns that the reward needs, or wait until the reward's service answers"
-            ) from error
         shares = {"share": 0, "shares": 1, "prompts": scored, "total": len(rows)}
+        failures = [one for one in warned if one.filename == reward_calls.__file__]
         if not (scores := read_evaluations([{"event": "evaluated", "step": at, **shares, **found}])):
-            what = "the reward gave no number for any of these prompts"
-            raise ConfigError(f"{what}: it returned None or failed for each. Try the reward on one of these prompts")
+            why = str(failures[0].message) if failures else "it returned None for each"
+            raise ConfigError(
+                f"the reward gave no number for any of these prompts: {why}. The prompts have columns "
+                f"{', '.join(sorted(rows[0]))}. Add the columns that the reward needs, or wait until the reward's "
+                "service answers"
+            )
+        for one in warned:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         return scores[0]
 
 
