@@ -50,7 +50,7 @@ INNER: dict[str, Any] = {
     "toolworld": {"kinds": 2, "names": 4, "warm_start_steps": 250},
     "rewards": {"function": "reward.py:score"},
 }
-RARELY = "if any(random.Random(f'{c} {calls}').random() < 0.01 for c in completions): raise ConnectionError('429')"
+RARELY = "if any(random.Random(f'{c} {calls}').random() < 0.04 for c in completions): raise ConnectionError('429')"
 HANGS = "if calls == 3 and once('hung'): time.sleep(600)"
 NAN = "if calls == 3 and once('nan'): values[2] = float('nan')"
 ONE_SLOT_DOWN = "if calls > 3 and os.environ.get('TEST_DOWN'): raise ConnectionError('the judge is gone')"
@@ -82,7 +82,7 @@ def events(fleet: Fleet, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_reward_that_raises_one_time_in_a_hundred_ends_nothing(tmp_path: Path) -> None:
+def test_a_reward_that_raises_now_and_then_ends_nothing(tmp_path: Path) -> None:
     fleet = fleet_with(tmp_path, RARELY)
     fleet.start_all()
     assert fleet.wait(240.0) == {"r00": [0], "r01": [0], "r02": [0]}, fleet.logs()
