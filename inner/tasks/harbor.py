@@ -188,7 +188,7 @@ def _variables(told: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
 
 @dataclass
 class _Seen:
-    """What a task's folders have beside the contents of files.   left: links that no box gets.   programs: paths."""
+    """Holds facts of a task's folders that no file's content has.   left: links that no box gets.   programs: paths."""
 
     left: list[Path] = field(default_factory=list[Path])
     programs: set[str] = field(default_factory=set[str])

@@ -1,5 +1,6 @@
 """Boxes: starts, owners, blame, Harbor tasks. Local boxes run real processes in namespaces of unshare."""
 
+import errno
 import json
 import math
 import os
@@ -640,10 +641,34 @@ def test_a_background_process_outlives_its_command_until_the_verifier(tmp_path: 
     assert box.exec(IS_UP, user="user", timeout_s=30).code == 0
     assert other.exec(IS_UP, user="user", timeout_s=30).code == 1
     assert box.exec(IS_UP, user="root", timeout_s=30).code == 1, "else the episode could write its own reward"
+    assert box.exec("pkill -9 -f 'sleep infinity; exit'", user="user", timeout_s=30).code >= 0
+    assert box.exec("echo again", user="user", timeout_s=30).output == "again\n", "new namespaces"
     assert box.exec(SERVER, user="root", timeout_s=30).code == 0
-    assert box.exec(IS_UP, user="root", timeout_s=30).code == 0
-    assert box.exec("pkill -9 -f 'sleep infinity; exit'", user="root", timeout_s=30).code >= 0
-    assert box.exec("echo again", user="root", timeout_s=30).output == "again\n", "new namespaces"
+    assert box.exec(IS_UP, user="root", timeout_s=30).code == 1, 'also if the episode is "root"'
+
+
+@real
+def test_a_late_command_of_the_episode_does_not_end_the_verifier(boxes: LocalBoxes) -> None:
+    box: Any = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    box.exec("true", user="user", timeout_s=30)
+    with ThreadPoolExecutor(1) as pool:
+        verifier = pool.submit(box.exec, "touch begun; sleep 1; echo whole", user="root", timeout_s=30)
+        until = time.monotonic() + 20
+        while not (box._home / "root/app/begun").exists():
+            assert time.monotonic() < until
+        assert box.exec("echo late", user="user", timeout_s=30).output == "late\n"
+        assert verifier.result().output == "whole\n"
+
+
+@real
+def test_a_full_disk_leaves_each_command_its_own_namespaces(boxes: LocalBoxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert box.exec(SERVER, user="user", timeout_s=30).output == "started\n"
+    assert box.exec(IS_UP, user="user", timeout_s=30).code == 1
 
 
 KILLED = """import os, sys
@@ -990,7 +1015,7 @@ def test_what_is_no_file_is_neither_read_nor_written(boxes: LocalBoxes) -> None:
     box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
     box.exec("mkfifo pipe", user="user", timeout_s=30)
     box.exec("ln -s round round", user="user", timeout_s=30)  # before: a RuntimeError, in Python 3.11 and 3.12
-    for name in ("pipe", "round", "round/below"):
+    for name in ("pipe", "round", "round/below", "/"):
         with pytest.raises(FileNotFoundError):
             box.read(name)
         with pytest.raises(FileExistsError):

@@ -28,10 +28,10 @@ NS_GET_USERNS = 0xB701  # an ioctl of namespaces, ioctl_ns(2): the user namespac
 
 
 class KeptNamespaces:
-    """The namespaces of one box.   words: in front of a command, they run it in new namespaces.   note: a file for
-    end_processes."""
+    """The namespaces of one box.   words: in front of a command, they run it in new namespaces."""
 
-    def __init__(self, words: Sequence[str], note: Path) -> None:
+    def __init__(self, words: Sequence[str]) -> None:
+        self._owner: FileIO | None = None
         self._process = subprocess.Popen(
             ["sh", "-c", HOLD, "_", *words, *FIRST],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -40,8 +40,10 @@ class KeptNamespaces:
         with self._process.stdout as told:
             is_ready = told.readline() == READY
         self._pid = next(filter(_is_first, _descendants(self._process.pid)), 0) if is_ready else 0
-        with suppress(FileNotFoundError):  # another process removes the box; the next command says so
-            note.write_text(str(self._process.pid))
+
+    def write_note(self, note: Path) -> None:
+        """Write the file that end_processes reads.   Raises OSError."""
+        note.write_text(str(self._process.pid))
 
     @property
     def is_alive(self) -> bool:
@@ -51,8 +53,9 @@ class KeptNamespaces:
     def words(self, folder: str) -> list[str]:
         """Return the words in front of a command that runs in these namespaces and in `folder`.   Raises OSError."""
         there = f"/proc/{self._pid}"
-        with open(f"{there}/ns/mnt", "rb") as mounts:
-            self._owner = FileIO(fcntl.ioctl(mounts, NS_GET_USERNS))  # open until nsenter has opened it
+        if self._owner is None:  # it stays open, because nsenter opens it later
+            with open(f"{there}/ns/mnt", "rb") as mounts:
+                self._owner = FileIO(fcntl.ioctl(mounts, NS_GET_USERNS))
         new = [name for name in OTHERS if not os.path.samefile(f"{there}/ns/{name}", f"/proc/self/ns/{name}")]
         words = ["nsenter", f"--user=/proc/{os.getpid()}/fd/{self._owner.fileno()}", "-t", str(self._pid)]
         words += [*(OTHERS[name] for name in new), "--root", "--wd", "--preserve-credentials", "--"]
@@ -71,9 +74,10 @@ class KeptNamespaces:
 
 
 def kept_namespaces(words: Sequence[str], folder: str, note: Path) -> KeptNamespaces | None:
-    """Return namespaces that commands can enter; None if the machine has no such thing."""
-    kept = KeptNamespaces(words, note)
-    with suppress(OSError):
+    """Return namespaces that commands can enter; None if there can be none.   note: a file for end_processes."""
+    kept = KeptNamespaces(words)
+    with suppress(OSError):  # also of a full disk, or of a box that another process removes
+        kept.write_note(note)
         if kept.is_alive and subprocess.run([*kept.words(folder), "true"], capture_output=True).returncode == 0:
             return kept
     kept.close()

@@ -3,11 +3,11 @@
     ROOT/NAME/box.json    labels, deadline; written first and deleted last, so `find` also sees half-deleted boxes
                           start also removes late boxes, and folders that have had no box.json for an hour
     ROOT/NAME/root        app/ tests/ logs/ tmp/ …  are bound to /app /tests /logs /tmp, writable
-    /usr /bin /lib /etc   this machine's, read-only      no network; own namespaces, shared by the commands of one user
+    /usr /bin /lib /etc   this machine's, read-only      no network; own namespaces, shared by commands without root
 
 `wrap` returns the words in front of a command; tests pass a function that needs no bubblewrap.
 
-A background process lives until the box stops or another user acts: until the verifier (kept.py).
+A background process lives until the box stops, or until a command of "root": until the verifier (kept.py).
 
 Not promised: an image (the box has this machine's programs); several users (every command is uid 1000); limits for
 memory, processes and disk beyond each command's time limit. Nothing runs without a sandbox: if bubblewrap is missing,
@@ -117,7 +117,7 @@ class LocalBox:
     def __init__(self, home: Path, folder: str, wrap: Wrap) -> None:
         self._home, self._folder, self._wrap = home, folder, wrap
         self._kept: KeptNamespaces | None = None
-        self._can_keep, self._user, self._lock = True, "", threading.Lock()
+        self._can_keep, self._lock = True, threading.Lock()
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         """Run a command. After its time limit, it ends."""
@@ -144,13 +144,17 @@ class LocalBox:
             self._end_processes()
             raise
         with self._lock:
-            if self._kept is not None and (user != self._user or not self._kept.is_alive):
-                self._kept.close()  # the verifier's "root" has the episode's uid, so the episode's processes end
+            is_root = user == "root"  # the verifier has the episode's uid, so the episode's processes end before it
+            if self._kept is not None and (is_root or not self._kept.is_alive):
+                self._kept.close()
                 self._kept = None
-            if self._can_keep and self._kept is None:
-                self._kept, self._user = kept_namespaces(words, self._folder, self._home / PROCESSES), user
-                self._can_keep = self._kept is not None
-            return words if self._kept is None else self._kept.words(self._folder)
+            if is_root or not self._can_keep:
+                return words
+            self._kept = self._kept or kept_namespaces(words, self._folder, self._home / PROCESSES)
+            self._can_keep = self._kept is not None
+            with suppress(OSError):  # the episode has just ended all its processes
+                return words if self._kept is None else self._kept.words(self._folder)
+            return words
 
     def _end_processes(self) -> None:
         with self._lock:
@@ -166,7 +170,8 @@ class LocalBox:
 
     def write(self, path: str, data: bytes) -> None:
         target = self._inside(path)
-        if not (self._root() / target.relative_to(self._root().resolve()).parts[0]).exists():
+        first = target.relative_to(self._root().resolve()).parts[:1]
+        if not self._root().joinpath(*first).exists():
             self._end_processes()  # the next namespaces have the new folder
         target.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(target) and not target.is_file():  # a FIFO would wait for a reader
