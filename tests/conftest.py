@@ -11,6 +11,7 @@ import copy
 import fcntl
 import gc
 import hashlib
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -121,6 +122,15 @@ def process_groups_end() -> Iterator[None]:
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def replicas_end() -> Iterator[None]:
+    """Kill the processes that a failed test leaves: the fleet of an endless run would train beside all later tests."""
+    yield
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
 
 
 @pytest.fixture(autouse=True)

@@ -39,14 +39,17 @@ def arm(spec: str, store: type[Any] = FileStore) -> None:
     pattern, _, nth = rest.partition("@")
     original, seen = getattr(store, verb), [0]
 
+    def die_at_nth(key: str) -> None:
+        seen[0] += pattern in key
+        if pattern in key and seen[0] == int(nth):
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def call(self: Any, key: str, body: Any) -> None:
-        hit = pattern in key
-        seen[0] += hit
-        if hit and seen[0] == int(nth) and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "before":
+            die_at_nth(key)
         original(self, key, body)
-        if hit and seen[0] == int(nth) and when == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "after":  # a create that another replica won raises: it is not counted
+            die_at_nth(key)
 
     setattr(store, verb, call)
 
