@@ -47,9 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m leaves the slow ones out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = Counter(item.nodeid.partition("::")[0] for item in items)
+    quick: Counter[str] = Counter()  # test -> number of its cases that are not slow
     for item in items:
         if item.name in WAITS:
             item.add_marker(pytest.mark.slow)
+        if (mark := item.get_closest_marker("quick")) and not item.get_closest_marker("slow"):
+            quick[test := item.nodeid.partition("[")[0]] += 1
+            if quick[test] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

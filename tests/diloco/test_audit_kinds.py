@@ -55,6 +55,7 @@ def played(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return run
 
 
+@pytest.mark.quick(2)
 def test_every_kind_of_run_is_equal_and_a_flipped_bit_of_it_is_named(played: PuppetRun) -> None:
     commits = played.fleet.commits()
     late = [(c.t, o.step, o.slot) for c in commits for o in c.late_offers]
@@ -86,6 +87,7 @@ def test_a_step_that_is_not_there_and_a_machines_answer(tmp_path: Path, capsys: 
     assert told["missing"] == [] and told["lines"][0].startswith("step 1 was closed by")
 
 
+@pytest.mark.quick(2)
 def test_every_kind_of_run_is_explained(played: PuppetRun) -> None:
     late_in = next(c.t for c in played.fleet.commits() if c.late_offers)
     run = read_run(played.url)
@@ -101,6 +103,7 @@ def test_every_kind_of_run_is_explained(played: PuppetRun) -> None:
     json.dumps(vars(read_step(run, 0).effect)["gone"])
 
 
+@pytest.mark.slow
 def test_a_step_whose_bytes_were_collected_is_explained_as_far_as_records_go(tmp_path: Path) -> None:
     run = PuppetRun(tmp_path, fleet={"keep": "all"})
     run.rounds(12)

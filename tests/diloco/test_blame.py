@@ -116,6 +116,7 @@ def same(a: OuterState, b: OuterState) -> bool:
     return all(np.array_equal(array, theirs[name]) for name, array in a.all_arrays().items())
 
 
+@pytest.mark.slow
 def test_without_a_replica_it_is_the_run_that_never_had_it(tmp_path: Path) -> None:
     run = planted(tmp_path / "three", since=2, steps=5)
     (tmp_path / "two").mkdir()
@@ -137,6 +138,7 @@ def test_without_a_step_it_is_the_run_that_stood_still_there(tmp_path: Path) -> 
     assert same(without(run, 1, 5, Omission(step=3)), theta(still, 5))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "changes", [{"outer": {"fragments": 2}}, {"outer": {"codec": "int8"}}, {"outer": {"lr": "auto"}}]
 )
@@ -147,6 +149,7 @@ def test_fragments_codecs_and_auto(tmp_path: Path, changes: dict[str, Any]) -> N
     assert found.harm is not None and found.harm.name == "r01"
 
 
+@pytest.mark.slow
 def test_late_work_is_left_out_where_it_was_counted(tmp_path: Path) -> None:
     run = PuppetRun(tmp_path, **KEPT)
     run.round()
@@ -228,6 +231,7 @@ def descending(run: PuppetRun, liar: str) -> Callable[[str, int, OuterState], np
     return delta
 
 
+@pytest.mark.slow
 def test_a_supervised_run_is_judged_by_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = PuppetRun(tmp_path, **KEPT)
     run.delta = descending(run, "r02")
@@ -261,6 +265,7 @@ def test_changes_are_compared_in_pairs() -> None:
     assert Measurement(1.0, 3.0).change_from(Measurement(0.0, 4.0)) == (1.0, 5.0)
 
 
+@pytest.mark.slow
 def test_deltas_that_were_collected(tmp_path: Path) -> None:
     run = planted(tmp_path / "run", since=99, steps=6)
     for path in run.folder.glob("steps/*/delta/*.bin"):
@@ -370,6 +375,7 @@ def test_only_bisect_and_blame_take_a_command() -> None:
     assert split_command([]) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_little_is_searched_where_it_can_be(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = planted(tmp_path / "run", since=99, steps=12, fleet={"keep": "2 MB"})
     for t in range(6):

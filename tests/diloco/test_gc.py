@@ -79,6 +79,7 @@ def test_what_is_left_is_as_it_was_and_readers_know_what_is_not(tmp_path: Path) 
     assert plan_gc(found, "window", CLOCK).keys == ()  # nothing is left to do
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("tries", [1, 3, 10_000], ids=["one blob", "some", "never"])
 def test_it_makes_room_for_its_own_record_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
@@ -113,6 +114,7 @@ def test_the_run_goes_on_after_it(tmp_path: Path) -> None:
     assert verify(read_run(run.url)).good
 
 
+@pytest.mark.slow
 def test_killed_between_the_record_and_the_deletions_it_goes_on(tmp_path: Path) -> None:
     run = played(tmp_path)
     found = ended(run)
@@ -126,6 +128,7 @@ def test_killed_between_the_record_and_the_deletions_it_goes_on(tmp_path: Path) 
     assert plan_gc(found, "window", CLOCK).keys == () and verify(found).good
 
 
+@pytest.mark.slow
 def test_a_size_keeps_as_much_as_fits(tmp_path: Path) -> None:
     run = played(tmp_path, steps=30)
     found = ended(run)
@@ -199,6 +202,7 @@ def generations(keys: Any, slot: str) -> list[int]:
     return [int(key.split("/")[2]) for key in keys if key.startswith(f"rollouts/{slot}/") and key.endswith(".bundle")]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("parent", [0, 500], ids=["a run of its own", "a fork"])
 def test_recorded_rollouts_go_with_theta_of_their_steps(tmp_path: Path, parent: int) -> None:
     """Before: all stayed, and a second `diloco gc` said that there is nothing to delete."""

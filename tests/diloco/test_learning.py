@@ -94,6 +94,7 @@ def test_a_supervised_fleet_shows_its_loss_from_the_first_outer_step(tmp_path: P
         assert len(lines) == 4 and lines[0].startswith(f"{slot}-1  outer step 1 of 4  loss "), lines
 
 
+@pytest.mark.slow
 def test_the_chart_draws_the_loss_where_there_is_no_reward(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, fleet={"steps": 3, "replicas": 2})
     fleet.start_all()

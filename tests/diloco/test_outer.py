@@ -352,6 +352,7 @@ def test_bf16_tied_frozen_model_trains_alone(fresh: str, fragments: int, delay: 
     manager.shutdown()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 0), (3, 1)])
 def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragments: int, delay: int) -> None:

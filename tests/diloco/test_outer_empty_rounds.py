@@ -244,6 +244,7 @@ def test_over_a_lighthouse_an_empty_round_moves_nothing(lighthouse: str, lr: Any
         replica.end()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("outer", [{}, {"lr": "auto", "fragments": 2, "sync_every": 8}], ids=["fixed", "auto, F = 2"])
 def test_a_fleet_stands_through_empty_rounds_and_its_replay_and_export_agree(
     tmp_path: Path, outer: dict[str, Any]

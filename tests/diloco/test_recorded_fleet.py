@@ -132,6 +132,7 @@ def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path
     assert len(Bundle.unpack(bytes(payload)).ids) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_last_outer_steps_bundles_are_counted_in_the_log(tmp_path: Path) -> None:
     """They were told after the session's last write of its log."""

@@ -92,6 +92,7 @@ def test_two_fragments_delay_and_another_cpu(tmp_path: Path) -> None:
     check_run(tmp_path / "run", 8)
 
 
+@pytest.mark.slow
 def test_a_merge_of_local_and_global_values_never_enters_a_pseudogradient(tmp_path: Path) -> None:
     fleet = Fleet(
         tmp_path, outer={"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "sync_every": 6}

@@ -200,6 +200,7 @@ def test_the_words_of_an_early_kill_do_not_run_into_the_title(monkeypatch):
     assert len(words) == 2 and not any(curve._left_title.get_window_extent().overlaps(box) for box in words)
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_in_a_folder_that_is_made(tmp_path):
     png = write_picture(read_report(killed_and_replaced().store), tmp_path / "new")
     assert png.read_bytes().startswith(b"\x89PNG")

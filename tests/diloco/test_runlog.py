@@ -501,6 +501,7 @@ def round_trips(monkeypatch, bucket) -> RoundTrips:
     return RoundTrips(monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_second_look_at_a_run_that_stood_still_takes_one_round_trip(bucket, round_trips, long) -> None:
     """Before: seven for `status` (commit 0, run.json, two rounds, two claims and a beat of the supervisor)."""
     url = copied(long.store, bucket)

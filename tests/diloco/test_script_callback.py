@@ -97,6 +97,7 @@ def weights_of(trainer: Any) -> torch.Tensor:
 # -------------------------------------------------------------------- one replica is the script
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["sft", pytest.param("dpo", marks=pytest.mark.slow), "grpo"])
 def test_one_replica_with_a_plain_outer_step_is_the_script_alone(kind: str, tmp_path: Path) -> None:
     alone = trainer_of(kind, tmp_path, [])
@@ -231,6 +232,7 @@ def test_a_script_that_joins_a_finished_run_ends_with_its_weights(tmp_path: Path
     assert read_report(open_store(run)).head == 2
 
 
+@pytest.mark.slow
 def test_a_second_training_in_a_finished_run_is_refused(tmp_path: Path) -> None:
     """Before: it took no step, and its model got the weights of the finished run."""
     run = f"file://{tmp_path}/run"
@@ -344,6 +346,7 @@ class Reads(TrainerCallback):
         trainer["model"].register_forward_pre_hook(note, with_kwargs=True)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [100, 13], ids=["longer than the run", "shorter than what was used"])
 def test_a_replacement_goes_on_in_a_stream_where_its_slot_was(rows: int, tmp_path: Path) -> None:
     def train(*more: Any) -> list[int]:

@@ -118,6 +118,7 @@ def test_one_replica_with_a_plain_outer_step_is_the_script_alone(kind: str, tmp_
     assert report.head == 2 and report.done
 
 
+@pytest.mark.slow
 def test_a_moving_average_sees_what_the_script_alone_sees_before_and_after_the_callback(tmp_path: Path) -> None:
     found = []
     for name in ("alone", "first", "last"):

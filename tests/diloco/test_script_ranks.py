@@ -111,6 +111,7 @@ open("found", "w").write("clean")
 """
 
 
+@pytest.mark.slow
 def test_rank_0_has_time_to_leave_after_another_rank_has_left(tmp_path: Path) -> None:
     """It was cut off after two seconds, as if that rank had failed."""
     (tmp_path / "train.py").write_text(LEAVES)

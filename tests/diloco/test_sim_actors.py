@@ -42,6 +42,7 @@ MANY_SCHEDULES = {  # until one finds it
 }  # fmt: skip
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize(
     "name", [pytest.param(bug, marks=pytest.mark.slow if bug in MANY_SCHEDULES else ()) for bug in ACTED_BUGS]
 )
@@ -67,6 +68,7 @@ def _seconds_per_generation(plan: Schedule) -> float:
     return world.now * plan.replicas / generations
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_dead_actors_cost_a_replica_nothing(seed: int) -> None:
     plan = calm_acted(seed)

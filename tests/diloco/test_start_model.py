@@ -132,6 +132,7 @@ def test_a_replica_that_joins_where_a_snapshot_stands_asks_the_hub_for_no_weight
     assert any(o.slot == "r02" for c in fleet.commits() for o in c.offers)
 
 
+@pytest.mark.slow
 def test_weights_that_were_not_asked_for_are_when_the_snapshot_turns_out_to_be_damaged(
     tmp_path: Path, hub: HubModels
 ) -> None:
@@ -327,6 +328,7 @@ def test_other_bits_after_reading_are_refused(tmp_path: Path, hub: HubModels) ->
     assert drawn == []
 
 
+@pytest.mark.slow
 def test_export_of_a_run_whose_model_the_hub_does_not_give_says_what_to_do(tmp_path: Path, hub: HubModels) -> None:
     fleet = hub_fleet(tmp_path, hub, fleet={"replicas": 1, "steps": 1, "min_replicas": 1})
     fleet.start("r00", HF_HOME=str(tmp_path / "cache"))
@@ -337,6 +339,7 @@ def test_export_of_a_run_whose_model_the_hub_does_not_give_says_what_to_do(tmp_p
         export(str(tmp_path / "run"), 0, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_hub_model_is_carried_and_its_base_is_not(tmp_path: Path, hub: HubModels) -> None:
     fleet = hub_fleet(tmp_path, hub, inner={"lora": {"r": 2}}, fleet={"replicas": 1, "steps": 2, "min_replicas": 1})
     fleet.start("r00", HF_HOME=str(tmp_path / "cache"))

@@ -121,7 +121,8 @@ FAST = ("00", "04", "07", "09", "11")
 def of_the_grid(case: unittest.TestCase) -> Any:
     name = case.id()
     slow = "streaming_diloco_upscale" in name or "streaming_diloco_commit_failure" in name
-    marks = [pytest.mark.slow] if slow and name[-2:] not in FAST else []
+    again = "mocked_updates" in name and not name.endswith("_0")
+    marks = [pytest.mark.slow] if again or (slow and name[-2:] not in FAST) else []
     return pytest.param(case, id=name.removeprefix("torchft."), marks=marks)
 
 

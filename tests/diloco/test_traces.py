@@ -54,6 +54,7 @@ def say(content: str) -> dict[str, Any]:
 # the sample
 
 
+@pytest.mark.slow
 def test_every_rollout_since_the_last_take_is_as_likely_as_any_other() -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):

@@ -257,6 +257,7 @@ def test_one_step_alone_and_steps_that_cannot_be_had(run: Path) -> None:
         verified(run, 1)
 
 
+@pytest.mark.slow
 def test_the_command_on_a_bucket_that_refuses_to_be_written(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

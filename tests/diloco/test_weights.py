@@ -27,6 +27,7 @@ def theta_in_bf16(url: str, t: int) -> torch.Tensor:
     return torch.cat([theta.reshape(-1) for theta in state.thetas]).bfloat16()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("where", ["weights/0000000003/", "weights/0000000003/manifest"])
 def test_a_committer_that_is_killed_while_it_writes_leaves_a_gap_and_no_wrong_weights(
     tmp_path: Path, where: str
@@ -48,6 +49,7 @@ def test_a_committer_that_is_killed_while_it_writes_leaves_a_gap_and_no_wrong_we
     assert torch.equal(torch.cat([t.reshape(-1) for t in tensors]), theta_in_bf16(fleet.url, STEPS))
 
 
+@pytest.mark.slow
 def test_weights_of_each_step_are_those_that_the_audit_computes_also_under_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_killed_actor_is_started_again_and_all_end_with_the_run(tmp_path, exec
     assert all(set(step.fresh) <= {"r00", "r01"} for step in report.steps)
 
 
+@pytest.mark.slow
 def test_an_actor_that_cannot_start_ends_no_run(tmp_path, executor, monkeypatch):
     monkeypatch.setattr(starts, "ACTOR", f"{TOYS}:broken_actor")
     run = found(tmp_path)

@@ -51,6 +51,7 @@ def found_again(config: Path, url: str) -> str:  # noqa: F811
     return again.found_again(load_config(config), url, CLOCK, lambda text: None, grace_s=0.0)
 
 
+@pytest.mark.quick(2)
 def test_the_mended_file_is_founded_under_the_same_name_everywhere(capsys, config, url):  # noqa: F811
     open_run(load_config(config), url, CLOCK)
     with pytest.raises(WrongRun, match="Nothing was trained there yet: the same command with --again"):
@@ -65,6 +66,7 @@ def test_the_mended_file_is_founded_under_the_same_name_everywhere(capsys, confi
     assert found_again(config, record.current_url(url)) == f"{url}/again/again" == record.current_url(url)
 
 
+@pytest.mark.quick(1)
 def test_a_sleeper_of_the_first_founding_can_commit_nowhere(config, run, url):  # noqa: F811
     commit = run.store.get(layout.commit_key(0))
     open_run(load_config(config), url, CLOCK)

@@ -96,6 +96,7 @@ def test_a_damaged_delta_is_never_averaged(tmp_path: Path) -> None:
     assert at == 6 and replayed.digest() == good.digest()
 
 
+@pytest.mark.slow
 def test_a_damaged_mean_is_computed_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, outer={"snapshot_every": 100})
     fleet.start_all()
@@ -109,6 +110,7 @@ def test_a_damaged_mean_is_computed_again(tmp_path: Path) -> None:
     assert blob.read_bytes() == body[:-8], "who only reads puts nothing back"
 
 
+@pytest.mark.slow
 def test_a_pseudogradient_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, inner={"lr": 1e30})
     fleet.start_all()
@@ -172,6 +174,7 @@ def test_a_record_of_another_release_ends_a_replica_for_good(tmp_path: Path, rec
     assert "version 99; run the release that started this run" in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_an_offer_of_another_release_is_passed_over(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     key = layout.offer_key(0, "r02", 0)
@@ -283,6 +286,7 @@ def test_export_of_any_step_loads_generates_and_repeats(tmp_path: Path) -> None:
     assert b"".join(f.tobytes() for f in flat) == theta.tobytes(), "the export is the audited θ, bit for bit"
 
 
+@pytest.mark.slow
 def test_a_step_that_was_not_taken_cannot_be_exported(tmp_path: Path) -> None:
     from diloco.run.config import ConfigError
 

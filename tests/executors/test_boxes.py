@@ -108,6 +108,7 @@ def test_held_out_tasks_are_others_and_need_boxes_too(folder: Path, bwrap: str, 
     assert "eval.task = 'harbor:tasks' runs in boxes" in plan(folder, PATH=bwrap).err
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [

@@ -182,6 +182,7 @@ def test_a_curriculum_reads_the_start_of_the_run_before_the_start(project: Path)
     assert set(found.rewards) == {1.0}
 
 
+@pytest.mark.slow
 def test_an_interrupted_trial_is_one_sentence(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (project / "rewards.py").write_text("def score(completions, **_):\n    raise KeyboardInterrupt\n")
     assert main(["check", str(project / "run.toml")]) == 2

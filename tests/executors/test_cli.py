@@ -110,6 +110,7 @@ def test_help_answers_at_once_and_without_torch():
     assert best_of_three("--help") <= 0.5
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("verb", [("status",), ("costs",), ("logs", "r00"), ("scale", "3"), ("drain", "r01")])
 def test_what_one_asks_a_run_is_answered_at_once_and_without_torch_or_a_platform(run, verb):
     assert best_of_three(verb[0], run.url, *verb[1:]) <= 1.5

@@ -222,6 +222,7 @@ def test_an_unknown_gpu_is_refused_before_the_run_is_founded(capsys, config):  #
     assert not (config.parent / "run").exists()
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("executor", ["modal", "hf-jobs", "sky"])
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_a_folder_is_out_of_reach_for_rented_machines(config, verb, executor):  # noqa: F811

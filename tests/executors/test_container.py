@@ -163,6 +163,7 @@ def talks(length: int) -> int:
     return length
 
 
+@pytest.mark.quick(1)
 @pytest.mark.timeout(WAIT_S)
 @pytest.mark.parametrize(
     "error",
@@ -302,6 +303,7 @@ def test_the_child_ends_with_a_container_that_was_killed(tmp_path: Path) -> None
     assert (tmp_path / "goodbye").exists() and container.returncode == -signal.SIGKILL and read_end(lines) is None
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("function", "left"), [("polite", True), ("stubborn", False)])
 def test_it_leaves_before_the_platforms_time_limit_to_be_started_again(
     tmp_path: Path, function: str, left: bool
@@ -320,6 +322,7 @@ def test_a_replica_has_the_margin_of_its_time_limit_to_leave() -> None:
     assert container._late_grace_s(replace(kind, entrypoint="executors.supervision:main"), 12.0) == 12.0
 
 
+@pytest.mark.slow
 def test_a_crash_at_the_time_limit_is_a_crash(tmp_path: Path) -> None:
     end = run_replica(spec("polite", folder=str(tmp_path), code=1, timeout_s=3.0).to_dict(), "somewhere")
     assert end["exit_code"] == 1

@@ -33,7 +33,7 @@ PLATFORMS = {
     "modal": "tests.support.modal_server:ModalPlatform",
     "hf-jobs": "tests.support.hf_server:HFPlatform",
 }
-SLOW = ("modal",)  # its containers take seconds to start; executors/test_modal.py has a part of this that is quick
+SLOW = ("modal", "slurm")  # seconds for a start; executors/test_modal.py and test_slurm.py have quick parts of this
 WAIT_S = 90.0
 GONE = (State.SUCCEEDED, State.FAILED, State.CANCELLED, State.LOST)
 THERE = (State.STARTING, State.RUNNING)

@@ -121,6 +121,7 @@ def test_the_next_poll_ends_all_but_the_oldest_and_the_handle_goes_on_to_it(hub,
     assert (result.state, result.value) == (State.SUCCEEDED, "went"), result
 
 
+@pytest.mark.slow
 def test_a_cancel_means_the_launch_with_all_its_jobs(hub, tmp_path: Path) -> None:
     executor = made()
     lose(hub)
@@ -172,6 +173,7 @@ def test_a_supervisor_ends_duplicates_and_bills_each_of_them(tmp_path: Path, hub
     assert not report.of_kind("lost") and [e["state"] for e in report.of_kind("ended")].count("CANCELLED") >= 1
 
 
+@pytest.mark.slow
 def test_a_twin_of_a_launch_that_was_given_up_is_billed_and_ends(tmp_path: Path, hub, s3) -> None:
     """Attempt 1 is long over when a list first shows another job of it."""
     run = founded(tmp_path, s3, n=1)
@@ -239,6 +241,7 @@ def test_stop_ends_what_no_log_names_and_no_list_showed_at_first(tmp_path: Path,
     assert len(costs(read_report(run.store)).bills) == 2, "both were paid for"
 
 
+@pytest.mark.slow
 def test_stop_with_launches_in_the_log_never_says_that_nobody_ran(tmp_path: Path, hub, s3, capsys, monkeypatch) -> None:
     monkeypatch.setattr("executors.supervision.slots.launches.LAG_S", 2.0)
     run = founded(tmp_path, s3, n=1)

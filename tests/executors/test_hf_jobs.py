@@ -240,6 +240,7 @@ def test_no_plan_no_credits(hub, executor) -> None:
         executor.launch_replicas([spec()])
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_the_look_from_inside(hub, monkeypatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with S3Server(overwrites=True) as s3:
@@ -255,6 +256,7 @@ def test_a_store_that_fails_the_look_from_inside(hub, monkeypatch) -> None:
 # -------------------------------------------------------------------- each launch once
 
 
+@pytest.mark.slow
 def test_of_two_jobs_of_one_launch_the_newest_is_cancelled(hub, executor, tmp_path) -> None:
     """Two processes listed before either had started one."""
     first = only(executor.launch_replicas(waiting(tmp_path, "r00")))
@@ -366,6 +368,7 @@ def test_killed_preempted_and_out_of_memory(hub, executor, tmp_path) -> None:
     assert late.state is State.LOST
 
 
+@pytest.mark.slow
 def test_a_value_that_is_longer_than_the_tail_of_a_log(hub, executor) -> None:
     length = 4000 * (END_LINES + 5) // len(r"\u00e9")
     wanted = ReplicaSpec(RUN, "r00", 1, "tests.executors.test_container:long_answer", kwargs={"length": length})
@@ -442,6 +445,7 @@ def test_many_are_launched_at_once_and_polled_in_one_batch(hub, tmp_path) -> Non
     assert polled == {"GET": 4}, "four pages of ten"
 
 
+@pytest.mark.slow
 def test_a_poll_asks_for_live_jobs_however_many_have_ended(hub, tmp_path) -> None:
     """Before: it listed every job that the run ever had, in pages, until ten seconds were over and all was stale."""
     hub.held, hub.page = True, 5
@@ -493,6 +497,7 @@ def test_an_end_is_told_only_once_its_last_lines_could_be_read(hub, executor, tm
     assert (status.state, status.exit_code) == (State.FAILED, 5)
 
 
+@pytest.mark.slow
 def test_an_end_whose_log_is_gone_is_told_without_it(hub, executor, tmp_path) -> None:
     handle = only(executor.launch_replicas([spec("exits", kwargs={"folder": str(tmp_path), "code": 5})]))
     hub.fault("404", path="/logs", times=FOREVER)
@@ -501,6 +506,7 @@ def test_an_end_whose_log_is_gone_is_told_without_it(hub, executor, tmp_path) ->
     assert (status.state, status.stale) == (State.LOST, False) and "exit code: 5" in status.reason
 
 
+@pytest.mark.slow
 def test_a_cancellation_that_the_hub_did_not_hear_is_asked_again(hub, executor, tmp_path) -> None:
     handle = only(executor.launch_replicas(waiting(tmp_path, "r00")))
     started(hub, handle)

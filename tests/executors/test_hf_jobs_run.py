@@ -282,6 +282,7 @@ def test_a_supervisor_killed_at_any_request_starts_nobody_twice_and_orphans_nobo
     assert hub.live() == [] and all(j.stage != "SCHEDULING" for j in hub.jobs.values())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("url", "more", "why"),
     [

@@ -83,6 +83,7 @@ def test_two_supervisors_at_once_launch_nobody_twice(tmp_path: Path, hub, s3) ->
     assert {e["handle"]["native"] for e in booked} == set(hub.jobs), "and all of them are billed"
 
 
+@pytest.mark.slow
 def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, hub, s3) -> None:
     """A job that ran and one in the queue.  Before: CANCELLED for ever, without a word."""
     run = founded(tmp_path, s3, n=2)
@@ -100,6 +101,7 @@ def test_jobs_that_were_cancelled_on_the_hubs_page_are_replaced(tmp_path: Path, 
     assert {e["reason"] for e in read_report(run.store).of_kind("lost")} == {"cancelled, and not by this run"}
 
 
+@pytest.mark.slow
 def test_the_bill_of_a_night_is_the_hubs(tmp_path: Path, hub, s3) -> None:
     """Jobs end while no supervisor looks, and waited for machines before; the next supervisor bills as the Hub does."""
     run = founded(tmp_path, s3, n=2)

@@ -396,6 +396,7 @@ class Elsewhere(ManualClock):
             self._store.put(layout.beat_key("r00"), beat.encode())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("ends_at", "leaves", "live", "text"),
     [

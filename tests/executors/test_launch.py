@@ -458,6 +458,7 @@ def test_an_installed_module_is_found_and_must_join(folder: Path) -> None:
     assert "train.py" in found.config.files and str(found.config.script) == "-m train 20"
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -566,6 +567,7 @@ def test_a_script_that_never_joins_ends_the_run_with_one_sentence(folder: Path) 
     assert "train.py ended and never joined the run, so nothing was averaged" in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nimport no_such_package\n")
     done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
@@ -585,6 +587,7 @@ def test_a_refusal_of_the_callback_ends_the_run_with_its_sentence_alone(folder: 
     assert "train.py: no fp16 here" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_script_that_exits_with_a_message_ends_the_run_with_it(folder: Path) -> None:
     (folder / "train.py").write_text("# DiLoCoCallback\nimport sys\nsys.exit('no token for the judge')\n")
     done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")

@@ -228,6 +228,7 @@ def test_a_replica_that_does_not_leave_is_ended_by_modal(executor, run, tmp_path
 # -------------------------------------------------------------------- the register of launches
 
 
+@pytest.mark.slow
 def test_of_two_calls_of_one_launch_one_runs(platform, executor, run, tmp_path) -> None:
     """The reply was lost before the first call could be noted, and that one begins when the second is noted."""
     executor.launch_replicas([spec(run, tmp_path, "returns", "r09")])
@@ -258,6 +259,7 @@ def test_a_call_that_a_log_names_and_that_is_another_run_s_is_left_alone(platfor
     fresh.close()
 
 
+@pytest.mark.slow
 def test_an_old_attempt_that_begins_late_goes(platform, executor, run, tmp_path) -> None:
     platform.hold(True)
     (old,) = executor.launch_replicas([spec(run, tmp_path, "waits")])

@@ -58,6 +58,7 @@ def shown(world: World) -> list[str]:
 # -------------------------------------------------------------------- in virtual time
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told_at_once_and_then_once_a_minute_until_it_is_over(world):
     world.started()
     world.cloud.refused = "401: the token is not valid"
@@ -267,6 +268,7 @@ def test_the_hub_tells_a_refusal_from_a_lost_answer(hub):
         executor._hub.start("s3://b/r", "r00", 1, 60, image="x", command=["x"], flavor="cpu-basic")
 
 
+@pytest.mark.slow
 def test_an_end_is_told_only_once_the_token_may_read_its_last_lines(hub, tmp_path):
     """Else a replica that ended well is called lost, as its last words could not be read."""
     from tests.executors.test_hf_jobs import only, spec

@@ -45,6 +45,7 @@ def test_the_real_pip_says_which_versions_an_index_has(index: str) -> None:
     assert pip_versions("jugde") == []
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_reached_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")

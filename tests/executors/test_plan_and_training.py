@@ -328,6 +328,7 @@ NAMED: list[tuple[Cell, str]] = [
 ]
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize(("cell", "words"), NAMED)
 def test_plan_says_it_and_training_agrees(
     cell: Cell, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -475,6 +475,7 @@ def test_a_gpu_that_the_platform_has_not_is_refused_by_plan(folder: Path) -> Non
     assert "no hardware is called h9000; there are" in refused(told, folder)
 
 
+@pytest.mark.slow
 def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
     """Before: --run was required, and a bucket without keys was the answer."""
     told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder), **account)[0]
@@ -485,6 +486,7 @@ def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
     assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_model_that_cannot_be_reached_is_none(folder: Path, account: dict[str, str]) -> None:
     """Before: exit code 0, which says that it could be started."""
     made(Mistake("", (), inner=('model = "me/absent"',)), folder)
@@ -516,6 +518,7 @@ def test_a_plan_for_an_account_that_is_not_there_is_none(folder: Path) -> None:
     assert "Modal does not know who you are" in refused(told, folder)
 
 
+@pytest.mark.slow
 def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: dict[str, str]) -> None:
     (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
     told = plan(folder, *where("modal", folder), "--option", "image=docker.io/me/mine:1", **account)

@@ -49,6 +49,7 @@ def test_the_folder_is_one_commit_of_a_private_repository(
         assert export(run, tmp_path / "again", "--public") == 0 and hub.private == {"me/learned": True}
 
 
+@pytest.mark.slow
 def test_the_users_own_files_are_not_uploaded_and_old_weights_go(
     run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +65,7 @@ def test_the_users_own_files_are_not_uploaded_and_old_weights_go(
     assert not found & {".env", MARK, "adapter_config.json", "adapter_model.safetensors"}
 
 
+@pytest.mark.slow
 def test_only_files_that_an_export_writes_are_deleted(
     run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ def test_a_token_that_may_not_write_is_told_and_the_folder_stays(
     assert (tmp_path / "out" / "README.md").exists() and hub.repos == {}
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_is_told(
     run: PuppetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_launch_that_waits_for_a_machine_is_left_alone_and_costs_nothing(world
     assert not world.told("lost", "replacing")
 
 
+@pytest.mark.slow
 def test_a_bill_that_waited_goes_on_when_another_supervisor_sees_it_run(world):
     world.tick()
     world.pass_time(80)
@@ -137,6 +138,7 @@ def test_a_container_that_never_beats_is_replaced_after_its_time_to_boot(world):
     assert world.cloud.job("r00").spec.attempt == 3 and world.cloud.running("r01") == [1]
 
 
+@pytest.mark.slow
 def test_a_job_that_its_platform_recovered_late_gets_its_time_to_boot_again(world):
     """Before: its last heartbeat was too old in the moment in which it ran again, and it was cancelled."""
     world.started()
@@ -540,6 +542,7 @@ def test_the_run_ends_before_its_budget_is_passed(tmp_path):
     assert all(j.code == exitcodes.LEFT and j.cancels == 0 for j in world.cloud.jobs.values())  # by themselves
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("seconds", "overwritten"),  # a bill of one lease, and of several; each with the other way is slow
     [
@@ -625,6 +628,7 @@ def test_a_lease_never_reaches_beyond_the_money(tmp_path):
     assert read_control(world.run.store).until <= world.clock.wall() + 900 - END_S
 
 
+@pytest.mark.slow
 def test_waiting_for_machines_writes_few_records(tmp_path):
     world = World(tmp_path, max_usd=1.0)
     world.tick()
@@ -632,6 +636,7 @@ def test_waiting_for_machines_writes_few_records(tmp_path):
     assert world.outcome is None and len(world.run.store.list("control/")) < 40
 
 
+@pytest.mark.slow
 def test_a_rented_fleet_has_a_lease_without_a_budget_too(world):
     """No supervisor looks after it any more: it bills no longer than half an hour."""
     world.tick()

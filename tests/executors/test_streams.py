@@ -30,6 +30,7 @@ def say(words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env={**buffered, **env}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("words", ["status {}", "--help", pytest.param("verify {}", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("locale", ["ascii", "posix"])
 def test_a_stdout_that_cannot_encode_gets_question_marks(run: str, words: str, locale: str) -> None:
@@ -43,6 +44,7 @@ CLOSINGS = (">&- 2>&-", "<&- >&-", "<&-", ">&-")
 CLOSED = [(closed, verb) for verb in ("verify {}", "explain {} --step 1") for closed in CLOSINGS]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("closed", "verb"),
     [

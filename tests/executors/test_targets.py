@@ -230,6 +230,7 @@ def test_another_thread_supervises_nothing(tmp_path: Path) -> None:
     assert isinstance(told[0], UsageError) and "main thread" in str(told[0])
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_compile_say_the_compiler_s_last_words(tmp_path: Path) -> None:
     """Before: "returned non-zero exit status 1" beside "Install a C compiler"."""
     compiler = tmp_path / "cc"

@@ -46,6 +46,7 @@ def files_of(run: PuppetRun) -> dict[str, bytes]:
     return {p.relative_to(run.folder).as_posix(): p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.quick(2)
 def test_commands_see_every_kind_of_run(played: PuppetRun, tmp_path: Path, capsys) -> None:  # noqa: F811
     before = files_of(played)
     for name, (argv, words) in COMMANDS.items():
@@ -56,6 +57,7 @@ def test_commands_see_every_kind_of_run(played: PuppetRun, tmp_path: Path, capsy
     assert files_of(played) == before
 
 
+@pytest.mark.quick(2)
 def test_the_views_see_every_kind_of_run(played: PuppetRun) -> None:  # noqa: F811
     before = files_of(played)
     page = PageLooks(open_view(played.url, COSTS), SystemClock())
@@ -93,6 +95,7 @@ def test_a_run_whose_steps_were_collected_is_seen(tmp_path: Path, capsys: pytest
     assert files_of(run) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3))])
 def test_a_publisher_that_is_killed_leaves_the_run_as_it_was(tmp_path: Path, after: int) -> None:
     run = PuppetRun(tmp_path)

@@ -211,6 +211,7 @@ def test_without_colour_every_state_is_still_a_word(mine, monkeypatch) -> None:
 # -------------------------------------------------------------------- troubles
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (240, 1)])
 def test_troubles_stand_above_the_events_with_what_to_do(width, lines) -> None:
     run = long_run(60, 24)  # $47 of $50
@@ -358,6 +359,7 @@ def test_drain_and_scale_ask_before_they_write(tmp_path) -> None:
     play(looks, (80, 24), script, whole(looks))
 
 
+@pytest.mark.slow
 def test_a_number_that_is_none_and_a_quorum_that_is_not_met_write_nothing(tmp_path) -> None:
     looks, store = founded(tmp_path)
 
@@ -383,6 +385,7 @@ def bucket(monkeypatch) -> Iterator[S3Server]:
         yield s3
 
 
+@pytest.mark.slow
 def test_read_only_credentials_show_everything_and_a_drain_says_that_nothing_was_written(
     bucket, tmp_path, monkeypatch
 ) -> None:

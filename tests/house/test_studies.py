@@ -449,6 +449,7 @@ def plain(bundle: Bundle) -> float:
     return grad_norm("off", bundle)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("correction", "factor", "tokens", "counts"),
     [("off", 4.0, 99, 1), ("token", 1.5, 99, 1.5), ("token", 4.0, 99, 2), ("sequence", 2.5, 1, 2.5),

@@ -53,6 +53,7 @@ def bodies_of(generations: int, settings: str) -> list[bytes]:
     return [actor.sample(SHARE, g).pack() for g in range(generations)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("settings", [{}, {"sdpo": {"weight": 0.1}}], ids=["plain", "sdpo"])
 def test_a_trainer_takes_an_actors_rollouts_for_its_own_rows(settings: dict[str, Any]) -> None:
     kept = sampled(generations=3, **settings)
@@ -61,6 +62,7 @@ def test_a_trainer_takes_an_actors_rollouts_for_its_own_rows(settings: dict[str,
     assert 0 < numbers["importance_ratio_min"] < 1 <= numbers["importance_ratio_max"] <= 2, "two steps old, at last"
 
 
+@pytest.mark.slow
 def test_rollouts_of_the_same_weights_count_as_they_are() -> None:
     """The first generation: the trainer stands where the actor does."""
     kept = sampled()
@@ -153,6 +155,7 @@ def test_an_actor_says_the_log_probs_of_rollouts_that_the_loss_leaves_out() -> N
         assert one == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "bad", [math.nan, 0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (math.inf, -math.inf))]
 )
@@ -191,6 +194,7 @@ def test_objectives_that_need_their_own_weights_have_no_actors() -> None:
         Sampler(a_loop(grpo={"objective": "dapo"}).trainer)
 
 
+@pytest.mark.slow
 def test_actors_do_not_sample_for_a_loss_with_dropout() -> None:
     """π_old has none: the ratio of the two would be noise."""
     for inner in ({"lora": {"dropout": 0.05}}, {"trl": {"disable_dropout": False}}):

@@ -225,6 +225,7 @@ def test_a_call_costs_little() -> None:
     assert len(read) == 2
 
 
+@pytest.mark.slow
 def test_a_torch_that_the_code_itself_imports_is_watched_too(tmp_path: Path) -> None:
     told = """
 import sys

@@ -86,6 +86,7 @@ def test_a_group_spread_over_four_micro_batches_is_still_a_group(objective: str)
     assert whole.gradients[0].norm() > 1e-4
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -722,6 +722,7 @@ def test_where_namespaces_cannot_be_entered_each_command_has_its_own(
     assert box.exec("ls", user="user", timeout_s=30).output == "here\n"
 
 
+@pytest.mark.slow
 @real
 def test_much_output_is_cut_in_the_box(boxes: LocalBoxes) -> None:
     box = boxes.start(OWNER, BoxRecipe(), timeout_s=1)
@@ -911,6 +912,7 @@ def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | N
     assert read_number(text) == number
 
 
+@pytest.mark.quick(3)
 @real
 @pytest.mark.parametrize(
     ("written", "reward"),
@@ -1028,6 +1030,7 @@ def test_a_verifier_that_never_gives_a_number_is_a_none(boxes: LocalBoxes, tmp_p
     assert env.get_reward() is None
 
 
+@pytest.mark.slow
 @real
 def test_the_log_has_the_words_of_a_verifier_without_a_number_once(boxes: LocalBoxes, tmp_path: Path) -> None:
     """Three silent batches ended the session, and no line of its log said what the verifier had printed."""

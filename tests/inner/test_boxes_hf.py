@@ -55,6 +55,7 @@ def test_the_five_verbs(hub: BoxHub) -> None:
     box.stop()
 
 
+@pytest.mark.slow
 def test_much_output_is_cut_in_the_box(hub: BoxHub) -> None:
     ran = _starter().start(OWNER, BoxRecipe()).exec("head -c 200000000 /dev/zero", user="user", timeout_s=120)
     assert len(ran.output) < 8300
@@ -70,6 +71,7 @@ def test_a_lost_reply_is_adopted_and_makes_no_second_box(hub: BoxHub) -> None:
     assert hub.live_boxes() == 0
 
 
+@pytest.mark.slow
 def test_a_box_that_still_starts_is_waited_for(hub: BoxHub) -> None:
     hub.held = True
     hub.fault("lost", method="POST", path=JOBS)

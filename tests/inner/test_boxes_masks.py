@@ -144,6 +144,7 @@ def _runs(batch: dict[str, Any]) -> Counter[Any]:
     return found
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("seed", "workers", "length"), [(0, 1, 96), (1, 8, 96), (2, 1, 96), (3, 8, 40)])
 def test_what_is_trained_on_is_what_was_sampled(tmp_path: Path, seed: int, workers: int, length: int) -> None:
     loop = _loop(tmp_path, seed, workers, length)

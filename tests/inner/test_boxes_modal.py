@@ -50,6 +50,7 @@ def test_the_five_verbs(platform: ModalPlatform) -> None:
     box.stop()
 
 
+@pytest.mark.slow
 def test_much_output_is_cut_in_the_box(platform: ModalPlatform) -> None:
     box = _starter().start(OWNER, BoxRecipe())
     ran = box.exec("head -c 200000000 /dev/zero | tr '\\0' x; echo last", user="user", timeout_s=120)

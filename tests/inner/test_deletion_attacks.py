@@ -112,6 +112,7 @@ ATTACKS: dict[str, tuple[dict[str, str], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(24)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_scores_nothing_by_the_walls_alone_and_has_a_name(name: str) -> None:
     written, flag = ATTACKS[name]
@@ -394,6 +395,7 @@ def test_arguments_that_are_no_text_are_the_tools_error_and_do_not_end_the_repli
     assert world.get_reward() == 0.0 and not world._verdict.flags  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_text_that_would_keep_a_pattern_busy_is_read_in_no_time() -> None:
     began = time.process_time()
     for text in ("=" * 100_000, "=== " * 25_000, "1" * 100_000, "os." * 33_000, "'" * 100_000, "/.." * 33_000):

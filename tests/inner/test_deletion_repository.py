@@ -144,6 +144,7 @@ def tasks(shop: Repository) -> dict[str, DeletionTask]:
     return {task.name: task for task in make_repository_tasks(shop, docstrings=True, seed=0)}
 
 
+@pytest.mark.slow
 def test_the_traced_run_says_which_test_reaches_what(shop: Repository) -> None:
     reached = {test.key[2]: test.reached for test in shop.tests}
     assert set(reached) == {
@@ -287,6 +288,7 @@ def test_a_file_that_no_agent_may_write_is_not_proposed(shop: Repository) -> Non
     assert {d.path for d in propose(replace(shop, code=large), 0)} == {"shop/prices.py"}
 
 
+@pytest.mark.slow
 def test_a_suite_that_waits_for_ever_is_told(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "TRACED", replace(repository.TRACED, seconds=2))
     waits = {"tests/test_waits.py": "import time\n\ndef test_waits():\n    time.sleep(60)\n"}

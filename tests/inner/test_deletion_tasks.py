@@ -106,6 +106,7 @@ def test_a_column_that_is_no_task_is_refused(text: str) -> None:
         FeatureDeletion().reset(task=text)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PYTHON is None, reason="no python3 that another user may start")
 def test_a_harbor_folder_scores_the_same(rowlet: list[DeletionTask]) -> None:
     with tempfile.TemporaryDirectory() as parent:  # not tmp_path, which uid 65534 may not enter

@@ -136,6 +136,7 @@ def test_all_judges_give_ten_kinds_of_cheating_0(name: str, place: Path) -> None
 root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
+@pytest.mark.quick(1)
 @root
 @pytest.mark.parametrize("uid", [None, STRANGER])
 def test_the_wall_of_harbors_judge_stands_for_each_user(place: Path, uid: int | None) -> None:

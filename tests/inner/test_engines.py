@@ -209,6 +209,7 @@ def test_a_server_that_is_down_is_asked_again_and_then_the_actor_ends(tmp_path: 
     assert waited == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again_and_a_lost_answer_leaves_no_adapter(server: Served, tmp_path: Path) -> None:
     address, state = server
     waited = list[float]()

@@ -527,6 +527,7 @@ def test_all_calls_of_an_environment_run_in_the_thread_that_made_it(kind: type[T
     assert len({one.thread for one in ones}) == (1 if kind._in_order else 3)
 
 
+@pytest.mark.slow
 def test_a_class_in_order_runs_as_the_serial_loop_in_one_thread(tmp_path: Path) -> None:
     """A SQLite connection of the class fails in every thread but its own."""
     serial = trained(tmp_path, 1, limits={})

@@ -55,6 +55,7 @@ def leaky_folder(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("leak", LEAKS)
 def test_rollouts_and_evaluation_are_sampled_as_the_run_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leak: str

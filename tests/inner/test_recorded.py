@@ -87,6 +87,7 @@ KINDS: list[Any] = [
 ]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("settings", KINDS, ids=lambda s: "-".join(s) or "plain")
 def test_recording_changes_no_bit_and_a_replay_gives_them_again(settings: dict[str, Any]) -> None:
     kept = Kept()
@@ -98,6 +99,7 @@ def test_recording_changes_no_bit_and_a_replay_gives_them_again(settings: dict[s
     assert also == pytest.approx(numbers)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("generation", [1, 3])
 def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int) -> None:
     """The generation in which it was killed is made again with the random numbers that it had."""
@@ -136,6 +138,7 @@ def test_bytes_tell_what_was_packed() -> None:
     assert len(kept.bodies[BundlePlace(0, 0, 0)]) < 16_000 + 40 * sum(map(len, again.ids)) + 600 * 16
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

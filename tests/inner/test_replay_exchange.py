@@ -59,6 +59,7 @@ def test_a_drip_of_single_bytes_ends_at_the_deadline_of_the_whole_call() -> None
     assert replay.spent_usd * NANO == WORST
 
 
+@pytest.mark.slow
 def test_a_head_that_never_ends_does_neither() -> None:
     replay, _ = ask_hostile(lambda n: [b"HTTP/1.1 200 OK\r\n", *([b"x: y\r\n", 0.05] * 1000)], timeout_s=2.0)
     assert replay.spent_usd * NANO == WORST and replay.counts["failed"] == 1
@@ -496,6 +497,7 @@ def killed_teacher(url: str) -> Teacher:
     return replace(T, base_url=url)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("point", "asked", "counted"),
     [

@@ -150,6 +150,7 @@ def test_with_a_key_of_your_own_the_provider_is_counted_too() -> None:
         assert ask(states(1), [teacher(server)]).spent_usd == pytest.approx(0.00011)
 
 
+@pytest.mark.slow
 def test_retry_after_holds_for_the_whole_teacher() -> None:
     arrivals: list[float] = []
 

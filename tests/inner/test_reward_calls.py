@@ -454,6 +454,7 @@ def test_sys_exit_in_a_reward_is_a_failure_and_no_wish_to_end_the_replica() -> N
     assert score_batch(reward)[1].take_failed() == [2]
 
 
+@pytest.mark.slow
 def test_an_async_reward_is_tried_again_interrupted_and_cut_the_same_way() -> None:
     async def judge(completions: list[int], **columns: Any) -> list[float]:
         if 3 in completions:

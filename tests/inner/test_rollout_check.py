@@ -52,6 +52,7 @@ def test_an_honest_worker_is_believed(model: Any) -> None:
     assert found.doubts == [] and found.disagreement < 1e-4 and found.tokens == 240 and found.positions == 32
 
 
+@pytest.mark.slow
 def test_so_is_one_with_another_dtype(model: Any) -> None:
     assert check_rollouts(model, answers(copy.deepcopy(model).bfloat16())).doubts == []
 
@@ -60,6 +61,7 @@ def test_and_one_at_the_temperature_that_was_asked_for(model: Any) -> None:
     assert check_rollouts(model, answers(model, 0.7), temperature=0.7).doubts == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_another_temperature_is_found_even_when_the_right_model_gave_the_numbers(
     model: Any, temperature: float
@@ -83,6 +85,7 @@ def test_numbers_that_are_made_up_are_found(model: Any) -> None:
         assert check_rollouts(model, [(p, c, [bad] * len(c)) for p, c, _ in rollouts]).doubts
 
 
+@pytest.mark.slow
 def test_a_few_tokens_without_a_log_prob_are_left_out(model: Any) -> None:
     """vLLM has none for some; one of them made an honest worker a doubted one."""
     rollouts = answers(model)

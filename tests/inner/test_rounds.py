@@ -91,6 +91,7 @@ def test_what_was_drawn_before_does_not_matter(three: list[Round]) -> None:
     assert equal(again.weights, three[0].weights)
 
 
+@pytest.mark.slow
 def test_a_round_out_of_order_begins_anew_with_the_moments_at_hand(three: list[Round]) -> None:
     """The run went on without this replica: it comes back at a later step."""
     one = trainer()
@@ -101,6 +102,7 @@ def test_a_round_out_of_order_begins_anew_with_the_moments_at_hand(three: list[R
     one.close()
 
 
+@pytest.mark.slow
 def test_rounds_without_self_teacher_with_accumulation_and_dynamic_sampling() -> None:
     config = make_config(
         sdpo={"weight": 0.0}, gradient_accumulation_steps=2, grpo={"objective": "dapo"}, sampling={"num_generations": 4}
@@ -127,6 +129,7 @@ def test_an_adapter_alone_travels(tmp_path: Path) -> None:
     assert equal(again.weights, second.weights) and not equal(first.weights, start)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_users_comes_out_and_the_next_round_begins_anew(tmp_path: Path, three: list[Round]) -> None:
     (tmp_path / "reward.py").write_text(
         "import pathlib\n"

@@ -153,6 +153,7 @@ def test_topk_with_ties_keeps_magnitudes_not_places(seed: int, distinct: int) ->
         assert np.array_equal(np.sign(got[chunk]), np.sign(x[chunk]) * (got[chunk] != 0))
 
 
+@pytest.mark.slow
 def test_topk_gives_back_what_its_residual_forgot() -> None:
     """A steady x arrives whole if each element is sent within eight rounds, and is not amplified if sent in each."""
     c, n, rounds = get_codec("topk"), 8192, 240

@@ -43,6 +43,7 @@ def train(name: str, feedback: bool, seed: int = 0) -> tuple[float, int]:
     return float(np.mean(losses[-20:])), sent
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.slow), "int8", "int4"])
 def test_dense_codecs_train_like_fp32(name: str) -> None:
     assert train(name, True)[0] == pytest.approx(train("fp32", False)[0], rel=0.05)

@@ -216,6 +216,7 @@ class Killed(BaseException):
     """kill -9 of the collector."""
 
 
+@pytest.mark.quick(1)
 def test_a_killed_collector_is_finished_by_the_next(store: Store) -> None:
     """At each of its store calls (on files, at some), before or after it has its effect."""
     calls = 0

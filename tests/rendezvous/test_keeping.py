@@ -96,6 +96,7 @@ def test_snapshots_stay_at_ages_of_about_powers_of_two(room: int) -> None:
     assert all(after <= 6 * before for before, after in pairwise(ages) if room >= 10), ages
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("gaps", [0.0, 0.2])
 def test_a_snapshot_that_was_given_up_is_never_asked_for_again(gaps: float) -> None:
     """So collectors that look at other times, or come late, agree on the kept set."""
@@ -267,6 +268,7 @@ def layout_of(store: Store) -> list[tuple[str, list[int]]]:
     return [(kind, steps_with(store, kind)) for kind in ("delta/", "mean/", "snapshots/")]
 
 
+@pytest.mark.quick(1)
 def test_the_bytes_stay_within_the_budget_at_every_step(store: Store) -> None:
     budget, broom = 12_000, None
     for t in range(150):

@@ -36,6 +36,7 @@ def polling(replicas: int, steps: int = 2) -> float:
     return sum(n for (_, what), n in asked.items() if what not in DATA) / replicas
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("replicas", "most"), [(3, 60), (8, 60), (32, 90)])
 def test_a_replica_asks_for_little_in_an_outer_step(replicas: int, most: int) -> None:
     """206 at N = 8 and 253 at N = 32 before, 181 at N = 8 when all replicas still watched all beats."""
@@ -397,6 +398,7 @@ class Far(MemoryStore):
         return super().get(key)
 
 
+@pytest.mark.slow
 def test_a_run_of_weeks_is_read_in_rounds_and_a_renewed_lease_reads_on() -> None:
     """Before: 2,880 control records were 2,880 GETs one after the other, in each `stop` and each replacement."""
     store, clock = Far(), ManualClock()

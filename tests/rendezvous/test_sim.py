@@ -113,6 +113,7 @@ RARE = {  # they take many schedules to be found
 }  # fmt: skip
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("name", [pytest.param(bug, marks=pytest.mark.slow if bug in RARE else ()) for bug in BUGS])
 def test_a_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]

@@ -65,12 +65,14 @@ def test_s3fs_creates_once_after_it_was_checked(s3: S3Server) -> None:
     contract.test_one_of_sixteen_threads_wins(store)
 
 
+@pytest.mark.slow
 def test_s3fs_over_a_store_that_overwrites_is_refused(s3: S3Server) -> None:
     s3.overwrites = True
     with pytest.raises(StoreRefused, match="silently overwrites: 16 of 16"):
         open_store("fsspec+s3://bucket/run").create("reg", b"one")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", ["lost", "409", "503"])
 def test_put_once_through_s3fs_survives(s3: S3Server, kind: str) -> None:
     store = open_store("fsspec+s3://bucket/run")
@@ -93,6 +95,7 @@ def test_s3fs_with_wrong_keys(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> 
         open_store("fsspec+s3://bucket/run").put("k", b"")
 
 
+@pytest.mark.slow
 def test_other_replicas_files_are_seen(s3: S3Server) -> None:
     ours, theirs = (open_store("fsspec+s3://bucket/run") for _ in range(2))
     assert ours.list("steps/") == [] and ours.get("steps/1") is None

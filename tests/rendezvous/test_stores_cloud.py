@@ -346,6 +346,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(error, StoreRefused) and "No credentials were found. Set AWS_ACCESS_KEY_ID" in str(error)
 
 
+@pytest.mark.slow
 def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
     said = list[str]()
     store = PatientStore(at(), SystemClock(), 60.0, on_trouble=said.append)

@@ -40,6 +40,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return FileStore(tmp_path) if request.param == "file" else MemoryStore()
 
 
+@pytest.mark.quick(2)
 def test_a_good_store_passes_and_is_left_as_it_was(store: Store) -> None:
     store.put("mine", b"v")
     seen = probe_store(store, SystemClock(), SMALL)

@@ -340,6 +340,7 @@ def test_uploads_that_are_slow_leave_steps_out() -> None:
     assert not fleet.manifest(7).parent and fleet.is_at(fleet.reader.poll(), 7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 8))])
 def test_readers_of_a_damaged_bucket_have_right_weights_or_none(seed: int) -> None:
     """Slow, fast and restarted readers; blobs with a flipped bit, cut, gone; false parents, digests and bases."""
