@@ -427,6 +427,7 @@ def test_a_folder_of_this_machine(platform, executor, tmp_path) -> None:
         ({"gpu": ("H1000",)}, "no GPU called 'H1000'. It has T4, L4, A10, .* H100:8"),
         ({"gpu": ("A10:8",)}, "1 to 4 of A10"),
         ({"gpu": ("H100:x",)}, "1 to 8 of H100"),
+        ({"gpu": ("H100:٣",)}, "1 to 8 of H100"),
         ({"timeout_s": 86401}, "1 s to 24 h"),
         ({"timeout_s": 0.5}, "1 s to 24 h"),
     ],

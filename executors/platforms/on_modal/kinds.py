@@ -163,4 +163,4 @@ def gpu_fault(gpu: str) -> str:
 def _split_gpu(gpu: str) -> tuple[str, int]:
     """Split "h100:8" into ("H100", 8)."""
     kind, colon, count = gpu.upper().partition(":")
-    return kind, 1 if not colon else int(count) if count.isdecimal() else 0
+    return kind, 1 if not colon else int(count) if count.isascii() and count.isdecimal() else 0
