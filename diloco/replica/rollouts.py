@@ -177,7 +177,9 @@ class BucketPlaces:
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that can be used."""
-        self._begin_step(place.outer)
+        if place.outer > self._outer:
+            self.tell()
+        self._outer = place.outer
         try:
             found = self._look(place, unfit)
         except RendezvousError as error:
@@ -192,11 +194,6 @@ class BucketPlaces:
         """Count the bundle that `find` returned as not trained on, because another rank has no such bundle."""
         self._found -= 1
         self._expired += found.logprobs is not None
-
-    def _begin_step(self, outer: int) -> None:
-        if outer > self._outer:
-            self.tell()
-        self._outer = outer
 
     def tell(self) -> None:
         """Log how many bundles the newest outer step found, and how many actors' bundles were too old or too far."""
