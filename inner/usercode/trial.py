@@ -131,17 +131,9 @@ def try_reward(
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
     from inner.data.prompts import load_prompts
     from inner.tasks.score import score_replies
-    from inner.usercode.userfiles import load_reward
+    from inner.usercode.userfiles import weighted_rewards
 
-    weights = config.rewards.weights
-    rewards = (
-        [
-            (load_reward(kind, spelling, files), weights.get(kind, 1.0))
-            for kind, spelling in config.rewards.named.items()
-        ]
-        if config.scoring_task is None
-        else [(score_replies, 1.0)]
-    )
+    rewards = weighted_rewards(config, files) if config.scoring_task is None else [(score_replies, 1.0)]
     prompts = load_prompts(config.data.source or "", files, config.data)
     tokenizer = _tokenizer_of(config)
     switches = config.trl.get("chat_template_kwargs") or {}
