@@ -7,7 +7,7 @@ Not promised: correct lines if the file is truncated while it is read.
 """
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,8 +24,7 @@ class LogFile:
     keep: Callable[[str], bool] = lambda line: True
 
     def lines(self, tail: int | None = None) -> list[str]:
-        found = self.lines_from(0)
-        return found if tail is None else found[-tail:] if tail > 0 else []
+        return last_lines(self.lines_from(0), tail)
 
     def lines_from(self, at: int) -> list[str]:
         """Return the lines after the first `at` bytes."""
@@ -67,6 +66,11 @@ class LogFile:
             if isinstance(error, ForeignFile) or error.errno == errno.ELOOP:  # a link or a FIFO: not our log
                 return b""
             raise
+
+
+def last_lines(lines: Sequence[str], tail: int | None) -> list[str]:
+    """Return the last `tail` lines; all lines for None."""
+    return list(lines if tail is None else lines[-tail:] if tail > 0 else ())
 
 
 def _decode_line(raw: bytes) -> str:
