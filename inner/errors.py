@@ -22,3 +22,8 @@ FLOAT16 = (
     "{} cannot be trained: AdamW steps the weights in their own dtype, and in float16 its epsilon of 1e-8 is 0, so the "
     "first steps divide 0 by 0 and the weights are NaN. Use float32 (or bfloat16, which loses small updates)."
 )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what a library's error says; the kind of error if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -37,9 +37,9 @@ from executors.platforms.base import (
     State,
     Status,
     Unavailable,
+    last_lines,
     unanswered,
 )
-from executors.platforms.machine.logfile import last_lines
 from executors.platforms.platform import NotStarted, Platform
 from rendezvous.clock import Clock, SystemClock
 

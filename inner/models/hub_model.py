@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from inner.errors import first_line
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
 from inner.models.naming import HubError, HubModel, is_on_hub
 from inner.settings.inner import InnerConfig, InnerError
@@ -138,9 +139,9 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
     """Make a HubError, which is final if the Hub answered that access is refused, or that the model does not exist."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    words = (str(error).strip() or type(error).__name__).splitlines()[0]
-    at = f" at {revision}" if revision else ""
-    return HubError(f"{name}{at} cannot be taken from the Hub ({words:.160})", final=status in (401, 403, 404))
+    what = f"{name} at {revision}" if revision else name
+    words = f"{what} cannot be taken from the Hub ({first_line(error):.160})"
+    return HubError(words, final=status in (401, 403, 404))
 
 
 def _file_sha256(path: Path) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from inner.errors import first_line
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
@@ -218,8 +219,7 @@ def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | Non
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:
-        first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
-        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first:.80})"
+        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first_line(outcome[0]):.80})"
     return ""
 
 

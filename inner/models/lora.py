@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from inner.errors import InnerError
+from inner.errors import InnerError, first_line
 from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder
@@ -44,7 +44,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         try:
             adapted: Any = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
-            first = str(error).splitlines()[0].rstrip(".")
+            first = first_line(error).rstrip(".")
             raise InnerError(
                 f"[inner.lora] does not fit this model: {first}. Correct that table, for example inner.lora.targets; "
                 f"the model's linear layers are {layers}"

@@ -24,6 +24,7 @@ from typing import Any
 from inner.data.faults import HALF, answered_words
 from inner.data.rendering import prompt_ids, render_text, text_of
 from inner.data.template_fault import require_template, template_fault
+from inner.errors import first_line
 from inner.models.known import folder_or_refusal, refuse_adapter, require_tokenizer
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError
@@ -197,7 +198,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
     except Exception as error:  # OSError, ValueError; others from faulty mirrors of the Hub
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}. Check the name") from error
 
 

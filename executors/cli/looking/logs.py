@@ -24,8 +24,8 @@ from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
 from diloco.runlog.scope import COSTS
 from diloco.runlog.sessions import SessionSummary
-from executors.platforms.base import ExecutorError, FleetExecutor, Handle
-from executors.platforms.machine.logfile import LogFile, last_lines
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, last_lines
+from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.executor import process_folder
 from executors.platforms.places import build_executor
 from executors.preflight.quote import slots_of

@@ -7,12 +7,13 @@ Not promised: correct lines if the file is truncated while it is read.
 """
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from diloco.process.own_files import ForeignFile, open_own
+from executors.platforms.base import last_lines
 from rendezvous.clock import Clock
 
 
@@ -66,11 +67,6 @@ class LogFile:
             if isinstance(error, ForeignFile) or error.errno == errno.ELOOP:  # a link or a FIFO: not our log
                 return b""
             raise
-
-
-def last_lines(lines: Sequence[str], tail: int | None) -> list[str]:
-    """Return the last `tail` lines; all lines for None."""
-    return list(lines if tail is None else lines[-tail:] if tail > 0 else ())
 
 
 def _decode_line(raw: bytes) -> str:
