@@ -26,6 +26,7 @@ from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import Step
 from rendezvous.layout import is_slot
 from rendezvous.records.records import Beat
+from rendezvous.stores.open import stays_here
 
 PACE_STEPS = 10
 OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
@@ -310,7 +311,7 @@ def is_fresh(beat: Beat, report: Report, now: float) -> bool:
 
 def silent_s(url: str) -> float:
     """Return the maximal age of a live session's heartbeat, in seconds."""
-    return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
+    return SILENT_S if stays_here(url) else SILENT_FAR_S
 
 
 def inner_steps_per_round(report: Report) -> int:

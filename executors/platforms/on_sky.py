@@ -42,6 +42,7 @@ from executors.platforms.packages.versions import check_command
 from executors.platforms.packages.wheel import left_out, pack_code
 from executors.platforms.platform import NotStarted, answer_or_error, launches_wait, missing_secret
 from rendezvous.clock import Clock
+from rendezvous.stores.open import stays_here
 
 NAME = "sky"
 MOUNT = "/tmp/diloco-code"
@@ -133,7 +134,7 @@ class SkyExecutor(Executor):
         return self._usd
 
     def fault_of(self, spec: ReplicaSpec) -> str:
-        if spec.entrypoint == REPLICA and ("://" not in spec.run or spec.run.startswith(("file:", "memory:"))):
+        if spec.entrypoint == REPLICA and stays_here(spec.run):
             return missing_secret(spec) or (
                 f"{spec.run} is a folder of this machine; SkyPilot's machines cannot reach it. Use s3://bucket/prefix"
             )

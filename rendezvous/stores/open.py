@@ -59,6 +59,11 @@ def folder_of(url: str) -> Path | None:
     return Path(rest if colon else url) if not colon or scheme == "file" else None
 
 
+def stays_here(url: str) -> bool:
+    """Whether no other machine can reach it: a folder of this machine, or the memory of a process."""
+    return folder_of(url) is not None or url.startswith("memory://")
+
+
 def urls_above(url: str) -> list[str]:
     """Return the URLs of the folders or prefixes that contain `url`, nearest first; none for memory://.
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from inner.errors import InnerError
+from inner.errors import InnerError, optional
 from inner.extras.boxes.box import (
     ANSWER_S,
     KILL_AFTER_S,
@@ -39,7 +39,7 @@ class E2bBoxes:
     price_per_hour = None
 
     def __init__(self, **opts: Any) -> None:
-        self._sdk = _sdk()
+        self._sdk = optional("e2b", "boxes of E2B need its SDK, which is not installed. `pip install e2b`")
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
@@ -142,11 +142,3 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
         raise kind(f"the quota of boxes is reached: {error}. Use fewer rollouts at once, or ask for more") from error
     except Exception as error:
         raise kind(f"{type(error).__name__}: {error}") from error
-
-
-def _sdk() -> Any:
-    try:
-        import e2b  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as missing:
-        raise InnerError("boxes of E2B need its SDK, which is not installed. `pip install e2b`") from missing
-    return e2b

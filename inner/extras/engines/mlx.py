@@ -14,13 +14,12 @@ angles.  All of these are refused by name.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from inner.errors import InnerError
+from inner.errors import InnerError, optional
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
 
 PIECE = 512  # tokens of a prompt that are read in one forward
@@ -178,10 +177,8 @@ def window_of(config: dict[str, Any]) -> float:
 
 
 def _mlx(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise InnerError(
-            f"--engine mlx needs the package mlx-lm, which cannot be imported here ({error}). On a Mac `pip install "
-            "mlx-lm==0.32.2`, elsewhere `pip install 'mlx-lm[cpu]==0.32.2'`"
-        ) from error
+    return optional(
+        module,
+        "--engine mlx needs the package mlx-lm, which cannot be imported here ({}). On a Mac `pip install "
+        "mlx-lm==0.32.2`, elsewhere `pip install 'mlx-lm[cpu]==0.32.2'`",
+    )
