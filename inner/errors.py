@@ -5,9 +5,6 @@
 Not promised: that every failure is an InnerError; our own bugs keep their type and traceback.
 """
 
-from importlib import import_module
-from typing import Any
-
 
 class InnerError(RuntimeError):
     """A setting or file of the user cannot work. The message names it, the value found, and the next thing to do."""
@@ -25,16 +22,3 @@ FLOAT16 = (
     "{} cannot be trained: AdamW steps the weights in their own dtype, and in float16 its epsilon of 1e-8 is 0, so the "
     "first steps divide 0 by 0 and the weights are NaN. Use float32 (or bfloat16, which loses small updates)."
 )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what a library's error says; the kind of error if it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def optional(module: str, absent: str) -> Any:
-    """Import a module of an optional package.   absent: the InnerError's text without it; "{}" is what was missing."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise InnerError(absent.format(error)) from error

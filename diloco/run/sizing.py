@@ -18,9 +18,9 @@ from pathlib import Path
 
 from diloco.run.config import ConfigError, RunConfig
 from inner import InnerError
-from inner.errors import first_line
 from inner.models.gguf import read_gguf_header
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from rendezvous.clock import Clock
 from rendezvous.codecs import choose
 from rendezvous.engine.probe import measure_throughput

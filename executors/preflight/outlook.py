@@ -19,8 +19,8 @@ from diloco.run.sections import keep_bytes
 from diloco.units import byte_size
 from executors.platforms import FAR
 from executors.platforms.places import Place
-from inner.errors import first_line
 from inner.models.naming import ASK_S
+from inner.printable import first_line
 from inner.settings.inner import lr_factor
 from inner.settings.task import reward_model_parts
 from rendezvous.agreement.membership import Wanted, read_control

@@ -14,7 +14,7 @@ from typing import Any
 
 from executors.platforms.places import Place
 from executors.preflight.mistyped import nearest_hint
-from inner.errors import first_line
+from inner.printable import first_line
 
 ASK_S = 5.0
 SLURM_OWN = ("folder", "cluster", "usd_per_hour", "timeout_s")  # arguments of SlurmExecutor

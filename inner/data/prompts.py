@@ -17,7 +17,7 @@ from typing import Any
 
 from inner.data.faults import disguise, folder_words, half_character, prompt_fault
 from inner.data.rendering import text_of
-from inner.errors import first_line
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings, setting_of
 from inner.tasks.spec import is_task

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from inner.errors import optional
+from inner.optional import optional
 
 NEEDED = (
     "inner.lora.base = \"nf4\" needs bitsandbytes: pip install 'serverless-diloco[nf4]'. Or leave base out, for a base "

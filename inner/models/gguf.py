@@ -24,7 +24,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from inner.errors import InnerError, first_line
+from inner.errors import InnerError
+from inner.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

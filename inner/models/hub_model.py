@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from inner.errors import first_line
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
 from inner.models.naming import HubError, HubModel, is_on_hub
+from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
 
 COMMIT = re.compile("[0-9a-f]{40}")

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from inner.errors import first_line
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from inner.errors import InnerError, first_line
+from inner.errors import InnerError
+from inner.printable import first_line
 from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder

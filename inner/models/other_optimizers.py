@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from inner.errors import InnerError, optional
+from inner.errors import InnerError
+from inner.optional import optional
 
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in names of matrices that Muon must not train
 Named = Sequence[tuple[str, Tensor]]

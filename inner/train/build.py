@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from inner.errors import first_line
 from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from typing import Any
 from inner.data.prompts import load_prompts
 from inner.data.rendering import render_text
 from inner.data.template_fault import template_fault
-from inner.errors import first_line
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
 from inner.usercode.rehearse import ask_child, read_asked

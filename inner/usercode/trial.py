@@ -24,9 +24,9 @@ from typing import Any
 from inner.data.faults import HALF, answered_words
 from inner.data.rendering import prompt_ids, render_text, text_of
 from inner.data.template_fault import require_template, template_fault
-from inner.errors import first_line
 from inner.models.known import folder_or_refusal, refuse_adapter, require_tokenizer
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import setting_of
 from inner.usercode.apart import take_notes

@@ -26,8 +26,8 @@ from diloco.units import dollars
 from executors.cli.looking.report import write_page
 from executors.preflight.run_url import UsageError
 from executors.supervision.money.bills import costs
-from inner.errors import first_line
 from inner.models.naming import is_hub_name
+from inner.printable import first_line
 from rendezvous.clock import SystemClock
 
 CARD, ROLLOUTS = "README.md", "rollouts.jsonl"

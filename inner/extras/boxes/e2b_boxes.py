@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from inner.errors import InnerError, optional
+from inner.errors import InnerError
 from inner.extras.boxes.box import (
     ANSWER_S,
     KILL_AFTER_S,
@@ -31,6 +31,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.optional import optional
 
 
 class E2bBoxes:

@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inner.errors import InnerError, optional
+from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+from inner.optional import optional
 
 ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}  # -> tensors whose rows are permuted
 CONTEXT = 4096  # tokens of a prompt and its completion

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from inner.errors import InnerError, optional
+from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+from inner.optional import optional
 
 PIECE = 512  # tokens of a prompt that are read in one forward
 PREFIX, PARTS = "base_model.model.", {"A": "lora_a", "B": "lora_b"}  # PEFT's names -> mlx_lm's; MLX has them transposed

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inner.errors import optional
+from inner.optional import optional
 
 TOPK = 128
 BATCH = 32  # tokens per proof
