@@ -233,7 +233,8 @@ class SkyExecutor(Executor):
     def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         with translated_errors():
             asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
-            return _whole_lines(sky().jobs.tail_logs(**asked, preload_content=False))
+            pieces = sky().jobs.tail_logs(**asked, preload_content=False)
+            return [PREFIX.sub("", line) for line in "".join(filter(None, pieces)).splitlines()]
 
     # ------------------------------------------------------------------ ending
 
@@ -300,8 +301,3 @@ def sky() -> Any:
 
 def job_name(one: ReplicaSpec | Handle) -> str:
     return f"diloco-{run_digest(one.run, 8)}-{one.slot}-{one.attempt}"
-
-
-def _whole_lines(pieces: Iterable[str | None]) -> list[str]:
-    text = "".join(piece for piece in pieces if piece is not None)
-    return [PREFIX.sub("", line) for line in text.splitlines()]

@@ -206,11 +206,7 @@ def _is_idle(report: Report, slot: str, before: History, now: float) -> bool:
     beat = report.beats.get(slot)
     if beat is not None and beat.phase != "left" and is_fresh(beat, report, now):
         return False
-    return all(_has_left(beat, h.launched_at) for h in before.open)
-
-
-def _has_left(beat: Beat | None, launched_at: float) -> bool:
-    return beat is not None and beat.phase == "left" and beat.at > launched_at
+    return all(beat is not None and beat.phase == "left" and beat.at > h.launched_at for h in before.open)
 
 
 def _idle_since(report: Report, slot: str) -> float:
