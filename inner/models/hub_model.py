@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
-from inner.models.naming import HubError, HubModel, is_on_hub
+from inner.models.naming import HubError, HubModel, is_hub_name
 from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
 
@@ -39,7 +39,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
     None: the model cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
     Raises InnerError if the Hub does not have the model or does not answer.
     """
-    if not is_on_hub(config):
+    if not is_hub_name(config.model):
         return None
     try:
         commit, names = _list_revision(config.model, config.revision)
