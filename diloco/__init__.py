@@ -9,8 +9,9 @@ With α > 0 or a lighthouse, torchft's class runs unmodified. Otherwise in_place
 Importing `diloco` does not import torch: a name is loaded at its first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rendezvous import name_loader
 
 if TYPE_CHECKING:
     from diloco.model.export import export
@@ -24,22 +25,9 @@ if TYPE_CHECKING:
     from diloco.script.callback import DiLoCoCallback
 
 __all__ = [
-    "ConfigError",
-    "DiLoCoCallback",
-    "FleetConfig",
-    "MockManager",
-    "Nesterov",
-    "OuterConfig",
-    "OuterError",
-    "Run",
-    "RunConfig",
-    "StoreManager",
-    "export",
-    "load_config",
-    "make_diloco",
-    "open_run",
-    "read_run",
-]
+    "ConfigError", "DiLoCoCallback", "FleetConfig", "MockManager", "Nesterov", "OuterConfig", "OuterError", "Run",
+    "RunConfig", "StoreManager", "export", "load_config", "make_diloco", "open_run", "read_run",
+]  # fmt: skip
 
 _NAMES = {
     "diloco.model.export": ["export"],
@@ -54,10 +42,4 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'diloco' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = name_loader(__name__, _HOME)

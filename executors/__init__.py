@@ -16,7 +16,8 @@ first access to a name imports its module, and the first use of a platform impor
 from functools import partial
 from typing import TYPE_CHECKING
 
-from executors.platforms import EXECUTORS, name_loader
+from executors.platforms import EXECUTORS
+from rendezvous import name_loader
 
 if TYPE_CHECKING:
     from executors.platforms.base import (

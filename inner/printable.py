@@ -2,6 +2,7 @@
 
     controls (C0, C1), marks that reverse text, lone surrogates ──▶ U+FFFD
     every kind of white space                                 ──▶ a space
+    an error of a library                                     ──▶ its first line
 
 Not promised: to tell similar letters apart.
 """
@@ -18,3 +19,8 @@ def printable(text: str, keep: str = "") -> str:
 
 def _plain(character: str) -> str:
     return character if character.isprintable() else " " if character.isspace() else "\ufffd"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what a library's error says; the kind of error if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,8 +10,10 @@ This package handles bytes and flat vectors; it knows nothing of models or train
 The names in `__all__` are loaded at their first use; none of them imports torch.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rendezvous.agreement.rules import Rules, Timing
@@ -25,37 +27,34 @@ if TYPE_CHECKING:
     from rendezvous.weights.follower import follow_weights
 
 _HOMES = {
-    "FileStore": "stores.files",
-    "MemoryStore": "stores.memory",
-    "ObjectStoreAllReduce": "engine.allreduce",
-    "Rendezvous": "engine.rendezvous",
-    "Rules": "agreement.rules",
-    "SystemClock": "clock",
-    "follow_weights": "weights.follower",
-    "Timing": "agreement.rules",
-    "open_store": "stores.open",
-    "put_once": "store",
+    "FileStore": "rendezvous.stores.files",
+    "MemoryStore": "rendezvous.stores.memory",
+    "ObjectStoreAllReduce": "rendezvous.engine.allreduce",
+    "Rendezvous": "rendezvous.engine.rendezvous",
+    "Rules": "rendezvous.agreement.rules",
+    "SystemClock": "rendezvous.clock",
+    "follow_weights": "rendezvous.weights.follower",
+    "Timing": "rendezvous.agreement.rules",
+    "open_store": "rendezvous.stores.open",
+    "put_once": "rendezvous.store",
 }
 
 __all__ = [
-    "FileStore",
-    "MemoryStore",
-    "ObjectStoreAllReduce",
-    "Rendezvous",
-    "Rules",
-    "SystemClock",
-    "Timing",
-    "follow_weights",
-    "open_store",
-    "put_once",
-]
+    "FileStore", "MemoryStore", "ObjectStoreAllReduce", "Rendezvous", "Rules", "SystemClock", "Timing",
+    "follow_weights", "open_store", "put_once",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"rendezvous has no {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"rendezvous.{_HOMES[name]}"), name)
+def name_loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a package that imports its names when they are first used.   homes: name -> module."""
+
+    def load(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
+        return getattr(import_module(homes[name]), name)
+
+    return load
 
 
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__ = name_loader(__name__, _HOMES)
+__dir__ = partial(sorted, __all__)

@@ -171,16 +171,9 @@ class Judge:
         with tempfile.TemporaryDirectory(prefix="diloco-judge-") as scratch:
             folder = Path(scratch) / f"step-{step}"
             write_model(self.run, self.record, state, at=step, to=folder, merge=self.merge)
-            here = {"{model}": str(folder), "{step}": str(step)}
-            words = [_filled(word, here) for word in self.words]
+            words = [word.replace("{model}", str(folder)).replace("{step}", str(step)) for word in self.words]
             told = {"DILOCO_MODEL": str(folder), "DILOCO_STEP": str(step), "DILOCO_RUN": self.run.url}
             try:
                 return subprocess.run(words, stdout=stdout, env={**os.environ, **told}, text=True, check=False)
             except OSError as error:
                 raise ConfigError(f"{self._name} cannot be run: {error.strerror}") from error
-
-
-def _filled(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word

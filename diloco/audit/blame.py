@@ -182,9 +182,7 @@ def _row(found: Blame, one: Without, width: int) -> str:
     return f"without {one.name:{width}s}{number}  ({moved})"
 
 
-def _number(measured: Measurement | None) -> str:
-    if measured is None:
-        return ""
+def _number(measured: Measurement) -> str:
     error = "" if math.isnan(measured.error) else f" ± {measured.error:.2g}"
     return f"{measured.value:.5g}{error}"
 
@@ -194,19 +192,13 @@ def _conclusion(found: Blame) -> list[str]:
         return ["no work was counted in these outer steps"]
     if not found.metric:
         return _conclusion_without_metric(found)
-    most = found.ranked[0]
-    if found.better == UNKNOWN:
-        size = f"{abs(found.change(most)):.4g} {_side(found, most)}"
-        return [f"{most.name} moved the number most: without it, the number would be {size}"]
-    harm = found.harm
-    if harm is None:
+    is_known = found.better != UNKNOWN
+    named, did = (found.harm, "did most harm") if is_known else (found.ranked[0], "moved the number most")
+    if named is None:
         return ["nothing is to blame: each single omission makes the number worse, or better only within the noise"]
-    size = f"{abs(found.change(harm)):.4g} {_side(found, harm)}"
-    return [f"{harm.name} did most harm: without it, the number would be {size}"]
-
-
-def _side(found: Blame, one: Without) -> str:
-    return "lower" if found.change(one) < 0 else "higher"
+    change = found.change(named)
+    size = f"{abs(change):.4g} {'lower' if change < 0 else 'higher'}"
+    return [f"{named.name} {did}: without it, the number would be {size}"]
 
 
 def _conclusion_without_metric(found: Blame) -> list[str]:
@@ -304,19 +296,13 @@ def _replay(run: Run, found: Sequence[Counterfactual], first: int, last: int) ->
         if (commit := chain.read(t)) is None:
             raise ChainBroken(LostCommit(t, last, f"θ_{last}").in_words())
         fragment = t % rules.fragments
-        with_all, touched = _split(found, commit)
-        if with_all:
+        touched = [one for one in found if any(one.omission.covers(commit, o) for o in commit.offers)]
+        if with_all := [one for one in found if one not in touched]:
             mean = np.empty(with_all[0].state.size(fragment), np.float32)
             read_mean(reducer, commit, mean)
             for one in with_all:
                 one.state.apply(fragment, mean)
         _apply_without(reducer, commit, touched, fragment)
-
-
-def _split(found: Sequence[Counterfactual], commit: Commit) -> tuple[list[Counterfactual], list[Counterfactual]]:
-    """Split into counterfactuals that use the commit's whole mean, and counterfactuals that omit a part of it."""
-    touched = [one for one in found if any(one.omission.covers(commit, o) for o in commit.offers)]
-    return [one for one in found if one not in touched], touched
 
 
 def _apply_without(reducer: Reducer, commit: Commit, found: Sequence[Counterfactual], fragment: int) -> None:

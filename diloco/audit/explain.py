@@ -33,7 +33,7 @@ def explain(facts: StepFacts) -> list[str]:
     return [
         *_decision(facts),
         *(f"  {line}" for line in _offer_lines(facts)),
-        *_missing_lines(facts),
+        *(f"missing: {slot}: {_why_missing(facts, slot)}" for slot in missing_slots(facts)),
         *_late_lines(facts),
         *_fence_lines(facts),
         *_effect_lines(facts),
@@ -151,25 +151,20 @@ def _gate(listed: Listed) -> str:
 # ---------------------------------------------------------------------- missing, late and fenced replicas
 
 
-def _missing_lines(facts: StepFacts) -> Iterator[str]:
-    for slot in missing_slots(facts):
-        yield f"missing: {slot}: {_why_missing(facts, slot)}"
-
-
 def _why_missing(facts: StepFacts, slot: str) -> str:
     commit = facts.commit
     claim = _holder(facts.claims.get(slot, ()), commit)
     leave = facts.leaves.get(f"{slot}-{claim.generation}") if claim else None
     if leave is not None and leave.at <= commit.at:
         return f"generation {leave.generation} had left at {_time(leave.at)} ({leave.reason})"
-    end = next((event for event in reversed(facts.events) if event["slot"] == slot and _is_end(event)), None)
-    ended = f"; {end['by']} logged at {_time(end['at'])}: {_event_words(end)}" if end else ""
+    ends = [e for e in facts.events if e["slot"] == slot and e["event"] in (*LAUNCH_ENDS, *SESSION_ENDS)]
+    ended = f"; {ends[-1]['by']} logged at {_time(ends[-1]['at'])}: {_event_words(ends[-1])}" if ends else ""
     own = [one for one in facts.offers if one.offer.slot == slot and one.fate in (LATE, LOST, OPEN)]
     if own:
         after = own[0].offer.at - commit.at
         when = f"{duration(after)} after the close" if after >= 0 else f"{duration(-after)} before it, by its clock"
         return f"its offer came {when}: the step no longer waited, or the replica looked dead{ended}"
-    begun = _generation_before(facts, slot)
+    begun = max((o.generation for c in facts.before for o in c.offers if o.slot == slot), default=0)
     if claim is not None and claim.generation > begun > 0:
         return f"generation {claim.generation} had claimed the slot at {_time(claim.at)} and had no offer yet{ended}"
     return f"it has no offer for this step: it looked dead, or showed no progress{ended}"
@@ -178,14 +173,6 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
 def _holder(claims: tuple[Claim, ...], commit: Commit) -> Claim | None:
     """Return the newest claim at the time of the commit."""
     return max((c for c in claims if c.at <= commit.at), key=lambda c: c.generation, default=None)
-
-
-def _generation_before(facts: StepFacts, slot: str) -> int:
-    return max((o.generation for c in facts.before for o in c.offers if o.slot == slot), default=0)
-
-
-def _is_end(event: dict[str, Any]) -> bool:
-    return event["event"] in (*LAUNCH_ENDS, *SESSION_ENDS)
 
 
 def _late_lines(facts: StepFacts) -> Iterator[str]:

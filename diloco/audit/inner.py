@@ -121,7 +121,7 @@ def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
         return found
     store = PatientStore(run.store, SystemClock(), PATIENCE_S)
     for holder, offers in sorted(_offers_of_sessions(store).items()):
-        if why := _why_not(run, store, holder):
+        if why := _why_not(store, holder):
             found.unchecked.append(f"{len(offers)} pseudogradients of {holder}: {why}")
             continue
         tell(f"{holder}: {len(offers)} pseudogradients")
@@ -143,7 +143,7 @@ def _offers_of_sessions(store: Store) -> dict[Holder, dict[int, Offer]]:
     return found
 
 
-def _why_not(run: Run, store: Store, holder: Holder) -> str:
+def _why_not(store: Store, holder: Holder) -> str:
     claim = read_claim(store, holder.slot, holder.generation)
     if claim is not None and claim.ranks > 1:
         return f"it had {claim.ranks} processes, and one process sums in another order"

@@ -33,7 +33,7 @@ from rendezvous.errors import StoreFull
 from rendezvous.keeping.budget import parts_of
 from rendezvous.keeping.garbage import parse_blob_key, sweep_ended_run
 from rendezvous.keeping.reach import Reach, newest_head, read_reach
-from rendezvous.records.records import Commit, Mean, Snapshot, WireError
+from rendezvous.records.records import Commit, Mean, Snapshot, WireError, decode_or_none
 from rendezvous.records.rollouts import read_record
 from rendezvous.store import Body, Buffer, PatientStore, Store
 
@@ -233,24 +233,17 @@ class _Weight:
         if kind == "delta" and commit is not None:
             yield from ((offer.blob, offer.size) for offer in commit.offers)
         elif kind == "mean" and commit is not None:
-            found = [_decode(Mean, self.store.get(layout.mean_key(step, j))) for j in parts_of(commit)]
+            found = [decode_or_none(Mean, self.store.get(layout.mean_key(step, j))) for j in parts_of(commit)]
             yield from ((mean.blob, mean.size) for mean in found if mean is not None)
         elif kind == "snapshot":
-            snapshot = _decode(Snapshot, self.store.get(layout.snapshot_key(step)))
+            snapshot = decode_or_none(Snapshot, self.store.get(layout.snapshot_key(step)))
             if snapshot is not None:
                 yield snapshot.blob, snapshot.size
 
     def _commit(self, step: int) -> Commit | None:
         if step not in self._commits:
-            self._commits[step] = _decode(Commit, self.store.get(layout.commit_key(step)))
+            self._commits[step] = decode_or_none(Commit, self.store.get(layout.commit_key(step)))
         return self._commits[step]
-
-
-def _decode(kind: type[R], body: bytes | None) -> R | None:
-    try:
-        return None if body is None else kind.decode(body)
-    except WireError:
-        return None
 
 
 # ---------------------------------------------------------------------- words

@@ -19,7 +19,7 @@ from diloco.model.fetch import fetch_files
 from diloco.process.disk import is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_model, read_run
-from inner.models.naming import is_on_hub
+from inner.models.naming import is_hub_name
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
 from rendezvous.clock import Clock, SystemClock
@@ -98,7 +98,7 @@ def _check_start(run: Run, files: Mapping[str, Path], scratch: Path) -> None:
 def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     """Return a record that names the Hub's model if all replicas get the same bits from it; else upload the model."""
     config = run.config.inner
-    if not is_on_hub(config):
+    if not is_hub_name(config.model):
         return _carry_model(run, config, scratch / "model", clock)
     from inner.models.hub_model import link_hub_files, pin_hub_model
     from inner.models.lora import ADAPTER, new_adapter, save_adapter

@@ -185,11 +185,8 @@ class OuterLoop:
         if self.rounds.leaving or self.rounds.fenced:
             return True
         enough = local * self.rules.fragments >= self.rounds.h_cap
-        return local % self.boundary == 0 and (enough or self.rounds.behind or self._time_is_up(local, rate))
-
-    def _time_is_up(self, local: int, rate: float) -> bool:
-        """Whether this boundary is the one nearest to `sync_seconds`.   rate: seconds per inner step."""
-        return 0 < self.rules.sync_seconds <= (local + self.boundary / 2) * rate
+        nearest = 0 < self.rules.sync_seconds <= (local + self.boundary / 2) * rate  # of all boundaries to sync_seconds
+        return local % self.boundary == 0 and (enough or self.rounds.behind or nearest)
 
     def _after_torchft(self, *_: object) -> None:
         """Continue after torchft's outer step: model ← θ, then apply the steps committed without this replica."""

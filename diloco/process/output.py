@@ -94,10 +94,7 @@ def survive_lost_output(*names: str) -> None:
         fd = 1 if name == "stdout" else 2
         here = getattr(sys, name)
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
-            lossy = _lossy_stream(fd, raw_output(here))
+            raw = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
+            coding = raw_output(here).encoding
+            lossy = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)
-
-
-def _lossy_stream(fd: int, like: TextIO) -> io.TextIOWrapper:
-    buffered = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
-    return io.TextIOWrapper(buffered, encoding=like.encoding, errors="backslashreplace", line_buffering=True)

@@ -24,6 +24,7 @@ from importlib import metadata
 
 from diloco.process import exitcodes
 from rendezvous.machine import is_alive, machine_name, start_ticks
+from rendezvous.stores.open import folder_of
 
 PLACE_ENV = "DILOCO_PLACE"
 DEVICE_ENV = "DILOCO_DEVICE"
@@ -138,9 +139,7 @@ def _marks_of(pid: int) -> set[bytes]:
 
 
 def _digest_of(url: str) -> bytes:
-    scheme, colon, rest = url.partition("://")
-    if not colon or scheme == "file":
-        where = [os.path.realpath(rest if colon else url)]
-    else:
-        where = [url.rstrip("/"), *(os.environ.get(name, "") for name in SERVERS)]
+    folder = folder_of(url)
+    elsewhere = [url.rstrip("/"), *(os.environ.get(name, "") for name in SERVERS)]
+    where = elsewhere if folder is None else [os.path.realpath(folder)]
     return hashlib.sha256("\0".join(where).encode(errors="surrogateescape")).hexdigest()[:32].encode()

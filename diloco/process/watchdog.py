@@ -42,7 +42,7 @@ class Watchdog:
     def __init__(self, clock: Clock, least_s: float = 0.0) -> None:
         self._clock, self._least_s = clock, least_s
         self._durations: deque[float] = deque(maxlen=REMEMBERED)
-        self._longest = 0.0
+        self.longest_s = 0.0  # duration of the longest ended inner step
         self._began: float | None = None  # begin of the current inner step; None during a sync
         self._turn, self._seen_turn, self._stood = 0, -1, 0.0
 
@@ -56,20 +56,15 @@ class Watchdog:
         if self._began is not None:
             lasted = self._clock.now() - self._began
             self._durations.append(lasted)
-            self._longest = max(self._longest, lasted)
+            self.longest_s = max(self.longest_s, lasted)
         self._began = None
-
-    @property
-    def longest_s(self) -> float:
-        """Duration of the longest ended inner step, in seconds; 0.0 before the first."""
-        return self._longest
 
     @property
     def limit_s(self) -> float:
         """Seconds after which an inner step counts as hanging."""
         if not self._durations:
             return FIRST * self._least_s
-        return max(self._least_s, MEDIANS * median(self._durations), LONGEST * self._longest)
+        return max(self._least_s, MEDIANS * median(self._durations), LONGEST * self.longest_s)
 
     def look(self, elapsed: float) -> float | None:
         """Return the seconds that the current inner step has lasted if it hangs, else None.

@@ -13,6 +13,7 @@ Not promised: an evaluation of a step that the replica caught up or healed over,
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diloco.process.session import Session
@@ -29,72 +30,61 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Evaluator:
     """The evaluation by one replica.   rows: held-out prompts.   batch: prompts per call.   seed: the run's seed.
 
     stands_at: returns the run's committed outer step.   must_go: whether to stop; called between batches."""
 
-    def __init__(
-        self,
-        config: EvalConfig,
-        rows: list[Row],
-        scorer: Scorer,
-        session: Session,
-        *,
-        batch: int,
-        seed: int,
-        stands_at: Callable[[], int],
-        must_go: Callable[[], bool],
-    ) -> None:
-        self._config = config
-        self._rows = rows
-        self._scorer = scorer
-        self._session = session
-        self._batch = batch
-        self._seed = seed
-        self._stands_at = stands_at
-        self._must_go = must_go
-        self._looked_at = self._stands_at()  # steps taken before this session do not count
-        if self._looked_at == 0:
-            self._looked_at = -1
+    config: EvalConfig
+    rows: list[Row]
+    scorer: Scorer
+    session: Session
+    batch: int
+    seed: int
+    stands_at: Callable[[], int]
+    must_go: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._looked_at = self.stands_at() or -1  # steps taken before this session do not count
 
     def is_due(self) -> bool:
         """Whether the run has reached a step with an evaluation. Called after every inner step, so it is cheap."""
-        return self._stands_at() != self._looked_at and self._config.is_due(
-            self._stands_at(), self._session.rv.wanted.steps
+        return self.stands_at() != self._looked_at and self.config.is_due(
+            self.stands_at(), self.session.rv.wanted.steps
         )
 
     def evaluate(self) -> None:
         """Score this replica's share and log the sums."""
-        step = self._looked_at = self._stands_at()
-        share = share_of(self._session, step)
+        step = self._looked_at = self.stands_at()
+        share = share_of(self.session, step)
         if share is None:
             return
-        clock = self._session.clock
+        clock = self.session.clock
         began = clock.now()
-        mine = self._rows[share[0] :: share[1]]
+        mine = self.rows[share[0] :: share[1]]
         scored, found = self._score_share(step, mine)
-        status = self._session.rv.members.status
+        status = self.session.rv.members.status
         status.note, status.evaluates = "", False
         if not scored:
             return
-        self._session.emit(
-            "evaluated", step=step, share=share[0], shares=share[1], prompts=scored, total=len(self._rows),
+        self.session.emit(
+            "evaluated", step=step, share=share[0], shares=share[1], prompts=scored, total=len(self.rows),
             seconds=clock.now() - began, **found,
         )  # fmt: skip
-        self._session.flush_soon()
+        self.session.flush_soon()
 
     def _score_share(self, step: int, rows: list[Row]) -> tuple[int, dict[str, Sums]]:
         """Return how many rows were scored before this replica had to stop, and their sums by kind."""
 
         def may_go_on(scored: int) -> bool:
-            status = self._session.rv.members.status
+            status = self.session.rv.members.status
             status.note, status.evaluates = f"evaluates θ_{step}: {scored} of {len(rows)} prompts", True
-            self._session.watchdog.resume()
-            return not self._must_go()
+            self.session.watchdog.resume()
+            return not self.must_go()
 
-        seed = derive_seed(self._seed, "eval", self._session.rv.slot, step)
-        return score_prompts(self._scorer, rows, self._config, batch=self._batch, seed=seed, may_go_on=may_go_on)
+        seed = derive_seed(self.seed, "eval", self.session.rv.slot, step)
+        return score_prompts(self.scorer, rows, self.config, batch=self.batch, seed=seed, may_go_on=may_go_on)
 
 
 def score_prompts(

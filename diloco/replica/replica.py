@@ -23,7 +23,7 @@ from diloco.process import exitcodes
 from diloco.process.disk import Scratch, retry_when_full
 from diloco.process.output import survive_lost_output
 from diloco.process.processes import is_named_alive
-from diloco.process.session import Session
+from diloco.process.session import Session, SessionHost
 from diloco.process.signals import hear_asking
 from diloco.run.config import BUCKET, ConfigError, RunConfig, derive_seed
 from diloco.run.founding import refuse_layout
@@ -246,7 +246,6 @@ def _train_model(run: Run, session: Session, record: ModelRecord, inputs: Inputs
 
     from diloco import make_diloco
     from diloco.model.start_model import first_arrays
-    from diloco.process.session import SessionHost
     from inner.models.precision import lost_updates
 
     if os.environ.get("OMP_NUM_THREADS") == "1":

@@ -37,9 +37,9 @@ from rendezvous.background import Background, Emit, Worker, submit_reported, tog
 from rendezvous.clock import Clock
 from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import read_reach
-from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.digests import digest, required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
-from rendezvous.records.rollouts import Rollouts, is_whole, payload_digest, read_record, seal_bundle
+from rendezvous.records.rollouts import Rollouts, is_whole, read_record, seal_bundle
 from rendezvous.store import VOID, PatientStore, Store, put_once
 
 if TYPE_CHECKING:
@@ -177,7 +177,9 @@ class BucketPlaces:
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that can be used."""
-        self._begin_step(place.outer)
+        if place.outer > self._outer:
+            self.tell()
+        self._outer = place.outer
         try:
             found = self._look(place, unfit)
         except RendezvousError as error:
@@ -192,11 +194,6 @@ class BucketPlaces:
         """Count the bundle that `find` returned as not trained on, because another rank has no such bundle."""
         self._found -= 1
         self._expired += found.logprobs is not None
-
-    def _begin_step(self, outer: int) -> None:
-        if outer > self._outer:
-            self.tell()
-        self._outer = outer
 
     def tell(self) -> None:
         """Log how many bundles the newest outer step found, and how many actors' bundles were too old or too far."""
@@ -250,7 +247,7 @@ class BucketPlaces:
         record = Rollouts(
             run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
             engine=self._engine, threads=torch.get_num_threads(), rollouts=len(made.ids),
-            tokens=sum(map(len, made.ids)), digest=payload_digest(payload, self._kind), nonce=new_nonce(),
+            tokens=sum(map(len, made.ids)), digest=digest(payload, self._kind), nonce=new_nonce(),
             actor=self._actor,
         )  # fmt: skip
         return seal_bundle(payload, record)

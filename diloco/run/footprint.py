@@ -28,7 +28,7 @@ from diloco.run.config import AUTO, RunConfig
 from diloco.run.sections import keep_bytes
 from diloco.run.sizing import compute_seconds_of
 from diloco.units import byte_size, duration
-from inner.models.naming import is_on_hub
+from inner.models.naming import is_hub_name
 from rendezvous.agreement.rules import Rules, reduces_sharded
 from rendezvous.codecs.choose import choose_codec, nominal_ratio, sync_seconds
 from rendezvous.keeping.budget import Sizes, largest_window, snapshot_period
@@ -93,7 +93,7 @@ def footprint(
     each_step = step_bytes(parameters, replicas, codec, fragments)
     states = width if trained is None else ADAPTER_WIDTH
     each_snapshot = snapshot_bytes(parameters)
-    once = 0 if is_on_hub(config.inner) else width * base + (states + 4) * parameters
+    once = 0 if is_hub_name(config.inner.model) else width * base + (states + 4) * parameters
     left = step_sizes(parameters, replicas, codec, fragments)
     every = config.outer.snapshot_every
     keep = keep_bytes(config.fleet.keep) or 0

@@ -20,6 +20,7 @@ from diloco.run.config import ConfigError, RunConfig
 from inner import InnerError
 from inner.models.gguf import read_gguf_header
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from rendezvous.clock import Clock
 from rendezvous.codecs import choose
 from rendezvous.engine.probe import measure_throughput
@@ -153,7 +154,7 @@ def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
         counts = api.get_safetensors_metadata(model, revision=revision).parameter_count
     except Exception as error:  # no network, no such model, a private model, no safetensors: the same advice helps
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
     return {str(dtype): count for dtype, count in counts.items()}
 

@@ -180,7 +180,8 @@ class _Look:
         self._rounds.count(layout.commit_key, known.commits, self._gallop_reach(known.commits), self._hear_commits)
         if focus.supervisor:
             self._claims_of(SUPERVISOR)
-        self._ask_slots(known.wanted.member_names or self._likely_slots())
+        kept = [slot for slot in known.claims if slot != SUPERVISOR]
+        self._ask_slots(known.wanted.member_names or kept or [layout.slot_name(i) for i in range(FIRST_SLOTS)])
 
     @property
     def first_keys(self) -> list[str]:
@@ -190,10 +191,6 @@ class _Look:
     def run(self) -> Found:
         self._rounds.run()
         return self.found
-
-    def _likely_slots(self) -> list[str]:
-        kept = [slot for slot in self._known.claims if slot != SUPERVISOR]
-        return kept or [layout.slot_name(i) for i in range(FIRST_SLOTS)]
 
     def _gallop_reach(self, known: int) -> int:
         """Return the reach of a gallop: large in the first look, which may come long after the cached one."""

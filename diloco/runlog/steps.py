@@ -53,10 +53,6 @@ class Decision(NamedTuple):
     def fresh(self) -> tuple[Counted, ...]:
         return tuple(o for o in self.offers if o.step == self.t)
 
-    @property
-    def carried(self) -> tuple[Counted, ...]:
-        return tuple(o for o in self.offers if o.step < self.t)
-
 
 def read_commit(body: bytes) -> Decision:
     """Decode and check a commit's bytes.   Raises only WireError for bad bytes."""
@@ -111,7 +107,9 @@ class Step:
     @classmethod
     def of_commit(cls, c: Decision, *, linked: bool) -> "Step":
         """Make a Step from its commit.   linked: the commit has the right digest of the commit before."""
-        step = cls(c.t, c.at, c.by, tuple(o.slot for o in c.fresh), tuple((o.slot, o.step) for o in c.carried), linked)
+        fresh = tuple(o.slot for o in c.fresh)
+        carried = tuple((o.slot, o.step) for o in c.offers if o.step < c.t)
+        step = cls(c.t, c.at, c.by, fresh, carried, linked)
         step.gated = tuple(dict.fromkeys(o.slot for o in c.offers if o.factor != 1.0))
         for o in (o for o in c.offers if o.samples):  # a commit may list a slot's late work beside its fresh work
             step.samples[o.slot] = step.samples.get(o.slot, 0.0) + o.samples

@@ -44,15 +44,11 @@ def checks(report: Report) -> list[Check]:
     forks = [s.t for s in with_digests if len(set(s.thetas.values())) > 1]
     compared = sum(len(s.thetas) for s in with_digests)
     so_far = "" if report.done else " so far"
-    gaps = "none lost, the chain has no gap" if linked else "but the chain of commits is broken"
-    gaps = report.damage or gaps
+    gaps = report.damage or ("none lost, the chain has no gap" if linked else "but the chain of commits is broken")
     same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
     fork = f"θ differs between replicas after outer steps {forks}"
     return [
-        Check(
-            linked and not report.damage,
-            f"{report.progress} outer steps committed{so_far}, {gaps}",
-        ),
+        Check(linked and not report.damage, f"{report.progress} outer steps committed{so_far}, {gaps}"),
         Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
         Check(not forks, fork if forks else same),
     ]

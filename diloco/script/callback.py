@@ -167,7 +167,8 @@ class DiLoCoCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if self.loop is None or "train_runtime" in (logs or {}):
             return
-        numbers = {LOGGED.get(name, name): value for name, value in (logs or {}).items() if is_number(value)}
+        told = {k: v for k, v in (logs or {}).items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        numbers = {LOGGED.get(name, name): value for name, value in told.items()}
         self.loop.log(**{name: value for name, value in numbers.items() if name not in TAKEN and name != "epoch"})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -408,7 +409,3 @@ def move_to(state: Any, step: int, trainer: Any) -> None:
     for since in ("_globalstep_last_logged", "_initial_global_step"):
         if jump and hasattr(trainer, since):
             setattr(trainer, since, getattr(trainer, since) + jump)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

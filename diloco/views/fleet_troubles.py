@@ -53,18 +53,14 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
     """Find a run without a commit for 3 × the median time, unless it is stopped, starts or evaluates."""
     if run_state(report) != "running" or len(report.steps) <= LEAST_GAPS or _evaluates(report, now):
         return []
-    usual_s = max(seconds_per_step(report.steps) or 0.0, _median_s(report))
+    median_s = median(step_gaps(report.steps))  # so that a few quick steps (without a slow replica) do not count
+    usual_s = max(seconds_per_step(report.steps) or 0.0, median_s)
     open_s = now - _open_since(report, now) - _evaluated_s(report, now)
     if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
         return []
     text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
     advice = "`diloco logs RUN SLOT` for a silent replica; `diloco resume RUN` if no supervisor runs"
     return [trouble("stalled", text, advice, step=report.head)]
-
-
-def _median_s(report: Report) -> float:
-    """Return the median seconds of all outer steps, so that a few quick ones (without a slow replica) do not count."""
-    return median(step_gaps(report.steps))
 
 
 def _open_since(report: Report, now: float) -> float:

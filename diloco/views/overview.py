@@ -26,6 +26,7 @@ from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import Step
 from rendezvous.layout import is_slot
 from rendezvous.records.records import Beat
+from rendezvous.stores.open import stays_here
 
 PACE_STEPS = 10
 OLD_SESSIONS = 4  # replaced sessions that are shown beside the newest of each slot
@@ -240,7 +241,7 @@ def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:
 
 def _session_row(session: SessionSummary, *, is_newest: bool) -> SessionRow:
     row = SessionRow(
-        session.slot, session.generation, place_of_host(session.host), session.device,
+        session.slot, session.generation, host_words(session.host.partition("/")[0]), session.device,
         counted=len(session.commits), is_newest=is_newest,
     )  # fmt: skip
     if is_newest and session.how == "running":
@@ -253,7 +254,7 @@ def _with_beat(
     row: SessionRow, beat: Beat, report: Report, *, now: float, read_at: float, rate: float | None
 ) -> SessionRow:
     written = written_at(beat, report, now)
-    phase = phase_of(beat, report.url, read_at - written)
+    phase = "silent" if beat.phase != "left" and read_at - written > silent_s(report.url) else beat.phase
     return replace(
         row,
         phase=phase,
@@ -308,24 +309,14 @@ def is_fresh(beat: Beat, report: Report, now: float) -> bool:
     return now - written_at(beat, report, now) <= silent_s(report.url)
 
 
-def phase_of(beat: Beat, url: str, age_s: float) -> str:
-    """Return the phase in a heartbeat, or "silent" if it was old when it was read."""
-    return "silent" if beat.phase != "left" and age_s > silent_s(url) else beat.phase
-
-
 def silent_s(url: str) -> float:
     """Return the maximal age of a live session's heartbeat, in seconds."""
-    return SILENT_S if url.startswith(("file://", "memory://")) or "://" not in url else SILENT_FAR_S
+    return SILENT_S if stays_here(url) else SILENT_FAR_S
 
 
 def inner_steps_per_round(report: Report) -> int:
     """Return the inner steps between two syncs."""
     return report.setting("outer", "sync_every", 1) // max(1, report.setting("outer", "fragments", 1))
-
-
-def place_of_host(host: str) -> str:
-    """Convert "modal/r01.2" -> "modal"; for a user's own machine, return its name."""
-    return host_words(host.partition("/")[0])
 
 
 def samples_per_second(steps: Sequence[Step]) -> dict[str, float]:

@@ -3,10 +3,6 @@
 A new platform needs a line in EXECUTORS, and one in FAR if the platform's machines cannot see this machine's files.
 """
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import Any
-
 EXECUTORS = {
     "local": "executors.platforms.on_host.executor:LocalProcessExecutor",
     "modal": "executors.platforms.on_modal.executor:ModalExecutor",
@@ -15,14 +11,3 @@ EXECUTORS = {
     "sky": "executors.platforms.on_sky:SkyExecutor",
 }
 FAR = ("modal", "hf-jobs", "sky")
-
-
-def name_loader(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports its names when they are first used.   homes: name -> module."""
-
-    def load(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
-
-    return load

@@ -172,6 +172,11 @@ def unanswered(known: Status, why: Exception | str) -> Status:
     return replace(known, stale=True, trouble=str(why), refused=isinstance(why, Refused))
 
 
+def last_lines(lines: Sequence[str], tail: int | None) -> list[str]:
+    """Return the last `tail` lines; all lines for None."""
+    return list(lines if tail is None else lines[-tail:] if tail > 0 else ())
+
+
 @dataclass(frozen=True)
 class Result(Plain):
     """The end of one replica.   value: its function's return value.   tail: its last log lines, without success."""

@@ -37,6 +37,7 @@ from executors.platforms.base import (
     State,
     Status,
     Unavailable,
+    last_lines,
     unanswered,
 )
 from executors.platforms.platform import NotStarted, Platform
@@ -296,10 +297,6 @@ def _leash_of(executor: Executor) -> "Leash":
 
 def launch_of(one: ReplicaSpec | Handle) -> Launch:
     return one.run, one.slot, one.attempt
-
-
-def last_lines(lines: list[str], tail: int | None) -> list[str]:
-    return lines if tail is None else lines[-tail:] if tail > 0 else []
 
 
 def total_price(prices: Iterable[float | None]) -> float | None:

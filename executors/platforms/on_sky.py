@@ -42,6 +42,7 @@ from executors.platforms.packages.versions import check_command
 from executors.platforms.packages.wheel import left_out, pack_code
 from executors.platforms.platform import NotStarted, answer_or_error, launches_wait, missing_secret
 from rendezvous.clock import Clock
+from rendezvous.stores.open import stays_here
 
 NAME = "sky"
 MOUNT = "/tmp/diloco-code"
@@ -133,7 +134,7 @@ class SkyExecutor(Executor):
         return self._usd
 
     def fault_of(self, spec: ReplicaSpec) -> str:
-        if spec.entrypoint == REPLICA and ("://" not in spec.run or spec.run.startswith(("file:", "memory:"))):
+        if spec.entrypoint == REPLICA and stays_here(spec.run):
             return missing_secret(spec) or (
                 f"{spec.run} is a folder of this machine; SkyPilot's machines cannot reach it. Use s3://bucket/prefix"
             )
@@ -232,7 +233,8 @@ class SkyExecutor(Executor):
     def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         with translated_errors():
             asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
-            return _whole_lines(sky().jobs.tail_logs(**asked, preload_content=False))
+            pieces = sky().jobs.tail_logs(**asked, preload_content=False)
+            return [PREFIX.sub("", line) for line in "".join(filter(None, pieces)).splitlines()]
 
     # ------------------------------------------------------------------ ending
 
@@ -299,8 +301,3 @@ def sky() -> Any:
 
 def job_name(one: ReplicaSpec | Handle) -> str:
     return f"diloco-{run_digest(one.run, 8)}-{one.slot}-{one.attempt}"
-
-
-def _whole_lines(pieces: Iterable[str | None]) -> list[str]:
-    text = "".join(piece for piece in pieces if piece is not None)
-    return [PREFIX.sub("", line) for line in text.splitlines()]

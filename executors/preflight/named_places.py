@@ -24,7 +24,8 @@ OF_THE_PLACE = {"modal": ("gpu", "secrets", "timeout_s"), "hf-jobs": ("hardware"
 def refined_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
     """Return the places of the request.   before: the run's earlier places, used if the request names none."""
     replicas = [place for place in before if not place.get("actors")]
-    named = (*_named_places(request, replicas), *_actor_places(request, before))
+    actors = request.actors if request.actors is not None else tuple(p for p in places_of(before) if p.actors)
+    named = (*_named_places(request, replicas), *actors)
     _check_words(request, named)
     return tuple(_refined_place(place, request) for place in named)
 
@@ -37,10 +38,6 @@ def _named_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) 
         options = "--gpu, --secret, --timeout, --pip, --option and --no-lease"
         raise UsageError(f"{options} need a place: add --executor NAME")
     return named
-
-
-def _actor_places(request: "PlaceRequest", before: Sequence[Mapping[str, Any]]) -> tuple[Place, ...]:
-    return request.actors if request.actors is not None else tuple(p for p in places_of(before) if p.actors)
 
 
 def _check_words(request: "PlaceRequest", named: Sequence[Place]) -> None:

@@ -20,6 +20,7 @@ from diloco.units import byte_size
 from executors.platforms import FAR
 from executors.platforms.places import Place
 from inner.models.naming import ASK_S
+from inner.printable import first_line
 from inner.settings.inner import lr_factor
 from inner.settings.task import reward_model_parts
 from rendezvous.agreement.membership import Wanted, read_control
@@ -59,7 +60,7 @@ def look_into_bucket(url: str) -> Bucket:
     except Late:
         return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s", unreached=url)
     except RendezvousError as error:
-        return Bucket(url, note=f"not checked: {str(error).splitlines()[0]}", unreached=url)
+        return Bucket(url, note=f"not checked: {first_line(error)}", unreached=url)
     finally:
         pool.shutdown(wait=False)
 

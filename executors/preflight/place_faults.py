@@ -28,7 +28,7 @@ from pathlib import Path
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
 from executors.platforms.places import Place
-from executors.preflight.needs.task_packages import task_fault
+from executors.preflight.needs.task_packages import is_installed, named_packages, task_fault
 from executors.preflight.needs.vllm_faults import notes_about_vllm, vllm_missing
 from executors.preflight.platform_options import options_fault
 from inner.models.naming import is_gguf_file
@@ -162,8 +162,6 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
 
 def _named_elsewhere(place: Place) -> bool:
     """Whether `--pip` names a package that is not installed here: it may contain modules of any name (cv2, sklearn)."""
-    from executors.preflight.needs.task_packages import is_installed, named_packages
-
     return not all(map(is_installed, named_packages(place)))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from executors.platforms.places import Place
 from executors.preflight.mistyped import nearest_hint
+from inner.printable import first_line
 
 ASK_S = 5.0
 SLURM_OWN = ("folder", "cluster", "usd_per_hour", "timeout_s")  # arguments of SlurmExecutor
@@ -95,7 +96,7 @@ def sky_fault(place: Place) -> str:
             resources(accelerators=gpu, **given)
         except Exception as error:  # errors of SkyPilot's own kinds, which differ from release to release
             words = " ".join(f"{key}={value}" for key, value in given.items())
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             return (
                 f"SkyPilot does not take --gpu {gpu or '(none)'} {words}: {first}. `sky show-gpus` lists what there is"
             )

@@ -26,14 +26,14 @@ from diloco.run.record import Run, read_run
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.places import Place, are_places, build_executor, place_of, places_of
-from executors.preflight.run_url import UsageError, is_folder
+from executors.preflight.run_url import UsageError
 from executors.supervision.costs import Budget, Costs, launch_refusal
 from executors.supervision.notices import VARIABLE
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.store import Store
-from rendezvous.stores.open import open_store
+from rendezvous.stores.open import folder_of, open_store
 
 # -------------------------------------------------------------------- the request
 
@@ -144,7 +144,7 @@ def fitted_places(places: Sequence[Place], config: RunConfig) -> tuple[Place, ..
 def check_reach(url: str, places: Sequence[Place]) -> None:
     """Raise UsageError if the run is a folder of this machine, which a place elsewhere cannot reach."""
     far = sorted({p.executor for p in places if p.executor in FAR})
-    if far and is_folder(url):
+    if far and folder_of(url) is not None:
         raise UsageError(
             f"{url} is a folder of this machine; replicas on {', '.join(far)} cannot reach it. Give a bucket: "
             "--run s3://bucket/prefix (gs://, az:// and hf://buckets/… too; docs/reference/operations.md says which "

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rendezvous import layout
+from rendezvous.stores.open import folder_of, open_store
 
 _SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…, az://…, hf://buckets/…"
 
@@ -28,8 +29,6 @@ def shareable_url(url: str) -> str:
 
 def checked_url(url: str) -> str:
     """Return the URL of a run that this version can open.  Raises UsageError."""
-    from rendezvous.stores.open import open_store
-
     url = str(Path(url).expanduser()) if url.startswith("~") else url  # shells do not expand --run=~/mine
     if url.startswith(("http://", "https://")):
         raise UsageError(f"{url} is a web page's address, and a run must be written to: {_SCHEMES}")
@@ -38,10 +37,6 @@ def checked_url(url: str) -> str:
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from None
     return store.url if url.startswith("file://") and not url.startswith("file:///") else url  # file://localhost/x
-
-
-def is_folder(url: str) -> bool:
-    return url.startswith("file://") or "://" not in url
 
 
 def foreign_files(folder: Path, ours: Iterable[str]) -> str:
@@ -53,8 +48,8 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 
 def refuse_foreign_files(url: str) -> None:
     """Raise UsageError if the run's new folder holds other files; raise RecordsLost if these are a run's files."""
-    folder = Path(url.removeprefix("file://"))
-    if not is_folder(url) or (folder / layout.RUN).exists():
+    folder = folder_of(url)
+    if folder is None or (folder / layout.RUN).exists():
         return
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
         from diloco.unreadable import foreign_words
@@ -63,10 +58,10 @@ def refuse_foreign_files(url: str) -> None:
 
 
 def make_folder(url: str) -> None:
-    if not is_folder(url):
+    if (folder := folder_of(url)) is None:
         return
     refuse_foreign_files(url)
     try:
-        Path(url.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make the folder {url}: {error.strerror}. Use another one for --run") from None

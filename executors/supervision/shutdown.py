@@ -323,7 +323,7 @@ def _launch_end(launches: Launches, handle: Handle) -> End:
     status = launches.statuses[handle.slot, handle.attempt]
     where = f"{handle.executor} ({handle.native or handle.pid})"
     text = f"{where} could not be asked: {status.trouble}" if status.stale else f"still {status.state} on {where}"
-    return End(f"{handle.slot}.{handle.attempt}", True, text)
+    return End(launch_name(handle), True, text)
 
 
 def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[str], *, can_beat: bool) -> End:

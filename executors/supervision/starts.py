@@ -8,6 +8,7 @@ Not promised: that retries ever end if a platform refuses a launch in a run that
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from diloco.runlog.reader import Report
 from executors.platforms import FAR
@@ -26,39 +27,30 @@ PUBLISHER = "executors.supervision.supervisor:publish_model"
 Start = tuple[SlotState, str]  # the slot, and the reason
 
 
+@dataclass(eq=False)
 class Starts:
     """The launches of one supervisor.
 
     parent: "PID:START" of a process; replicas of this machine end when it ends.   entrypoint: each replica's function.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        places: Sequence[Place],
-        spend_limit: SpendLimit,
-        lease: Lease,
-        *,
-        parent: str,
-        entrypoint: str,
-    ) -> None:
-        self._slots = slots
-        self._places = places
-        self._spend_limit = spend_limit
-        self._lease = lease
-        self._parent = parent
-        self._entrypoint = entrypoint
-        self._short_of = ""  # why the budget refused a launch
+    slots: Slots
+    places: Sequence[Place]
+    spend_limit: SpendLimit
+    lease: Lease
+    parent: str
+    entrypoint: str
+    _short_of: str = ""  # why the budget refused a launch
 
     def put_off_rented(self, starts: Sequence[Start]) -> list[Start]:
         """Return the starts without actors and rented GPUs, which would wait for the model; announce those now."""
         early = [state for state, _ in starts if self._bills_a_gpu(state) or layout.is_actor(state.slot)]
         if early:
-            self._slots.executor.expect([self._spec_for(state) for state in early])
+            self.slots.executor.expect([self._spec_for(state) for state in early])
         return [start for start in starts if start[0] not in early]
 
     def _bills_a_gpu(self, state: SlotState) -> bool:
-        place = place_of(self._places, state.slot)
+        place = place_of(self.places, state.slot)
         return place.executor in FAR and asked_for(place.gpu) > 0
 
     def try_to_start(self, starts: Sequence[Start], report: Report) -> str:
@@ -72,24 +64,24 @@ class Starts:
             why = self._launch_all(others, report) if others else ""
             if actors and not why:  # a budget too small for actors does not end the run
                 self._launch_all(actors, report)
-            self._slots.outages.answered(LAUNCH)
+            self.slots.outages.answered(LAUNCH)
             return why
         except ExecutorError as error:
             begun = isinstance(error, Refused | Unavailable) and bool(report.of_kind("launched"))
-            if not begun and not self._slots.anybody:
+            if not begun and not self.slots.anybody:
                 raise
-            self._slots.outages.failed(LAUNCH, [state.slot for state, _ in starts], error)
+            self.slots.outages.failed(LAUNCH, [state.slot for state, _ in starts], error)
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
         """Launch all of these starts in one call, or none of them if the budget does not allow all."""
-        slots = self._slots
+        slots = self.slots
         specs = [self._spec_for(state) for state, _ in starts]
-        verdict = self._lease.keep_while(lambda: self._spend_limit.launch_verdict(report, specs))
-        if why := self._spend_limit.carry_out(verdict, report):
+        verdict = self.lease.keep_while(lambda: self.spend_limit.launch_verdict(report, specs))
+        if why := self.spend_limit.carry_out(verdict, report):
             return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # the next supervisor looks for them
-        handles = self._lease.keep_while(lambda: slots.executor.launch_replicas(specs))
+        handles = self.lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):
             state.launched(handle, slots.clock.now())
             slots.book("launched", handle, why)
@@ -99,19 +91,19 @@ class Starts:
         """Log that the budget refuses a launch; return the reason to end the run if no replica runs, else ""."""
         if self._short_of != why[:60]:
             self._short_of = why[:60]
-            self._slots.emit("refused", text=why)
-        return "" if any(t.running for t in self._slots.all() if not layout.is_actor(t.slot)) else why
+            self.slots.emit("refused", text=why)
+        return "" if any(t.running for t in self.slots.all() if not layout.is_actor(t.slot)) else why
 
     def _spec_for(self, state: SlotState) -> ReplicaSpec:
         slot = state.slot
-        place = place_of(self._places, slot)
-        url = self._slots.run.store.url
+        place = place_of(self.places, slot)
+        url = self.slots.run.store.url
         attempt = 1 + max(state.attempt, state.beat[0] if state.beat else 0)
         settings = {"timeout_s": place.timeout_s, "secrets": place.secrets, "env": place.env}
         if slot == PUBLISH:
             return ReplicaSpec(url, slot, attempt, PUBLISHER, (url,), **settings)
-        parent = ("--parent", self._parent) if self._parent and place.executor == "local" else ()
+        parent = ("--parent", self.parent) if self.parent and place.executor == "local" else ()
         several = ("--devices", str(place.devices)) if place.devices > 1 and not layout.is_actor(slot) else ()
         argv = (url, "--slot", slot, *parent, *several)
-        entrypoint = ACTOR if layout.is_actor(slot) else self._entrypoint
+        entrypoint = ACTOR if layout.is_actor(slot) else self.entrypoint
         return ReplicaSpec(url, slot, attempt, entrypoint, argv, gpu=place.gpu, **settings)

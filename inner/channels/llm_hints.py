@@ -32,6 +32,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,29 +59,22 @@ WRITER = (
 _OBJECT = re.compile(r"\{.*\}", re.DOTALL)
 
 
+@dataclass(eq=False)
 class LLMHints:
     """A Hint. `otherwise` is the Hint for turns without a usable answer of the model.
 
     max_total_usd  limit of all sessions with this ledger    timeout_s, wait_s  limits for an answer, and for a batch"""
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        max_total_usd: float,
-        ledger: str | Path,
-        otherwise: Hint = templates,
-        concurrency: int = 16,
-        timeout_s: float = 30.0,
-        wait_s: float = 60.0,
-    ) -> None:
-        teacher.headers()  # raises now if the API key is missing
-        self.teacher = teacher
-        self.max_total_usd = max_total_usd
-        self.ledger = ledger
-        self.otherwise = otherwise
-        self.concurrency = concurrency
-        self.timeout_s = timeout_s
-        self.wait_s = wait_s
+    teacher: Teacher
+    max_total_usd: float
+    ledger: str | Path
+    otherwise: Hint = templates
+    concurrency: int = 16
+    timeout_s: float = 30.0
+    wait_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.teacher.headers()  # raises now if the API key is missing
         self._answers: dict[str, str] = {}  # request -> answer; "": the model gave no hint; do not ask again
         self._open_ledger: Ledger | None = None  # None until the first request
         self._failures = 0  # failed batches in a row

@@ -204,7 +204,8 @@ def context_and_action(
     tools = state.get("tools")
     context = render(messages, True, tools)
     turn = action_message(action)
-    whole, mute = (render([*messages, t], False, tools) for t in (turn, _without_calls(turn)))
+    without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
+    whole, mute = (render([*messages, t], False, tools) for t in (turn, without_calls))
     shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
     return context, whole[len(context) :] if shown else _plain_ids(action, tokenizer)
 
@@ -240,10 +241,6 @@ def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int
 def _for_template(message: Message) -> Message:
     """Decode a call's arguments: recorded ones are JSON text, but chat templates need objects."""
     return {**message, **action_message(action_text(message))} if message.get("tool_calls") else message
-
-
-def _without_calls(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "tool_calls"}
 
 
 def _plain_ids(action: str, tokenizer: Any) -> list[int]:

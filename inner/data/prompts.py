@@ -17,6 +17,7 @@ from typing import Any
 
 from inner.data.faults import disguise, folder_words, half_character, prompt_fault
 from inner.data.rendering import text_of
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerError
 from inner.settings.task import DataSettings, setting_of
 from inner.tasks.spec import is_task
@@ -133,7 +134,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         batches = ParquetFile(path).iter_batches()
         yield from _numbered(row for batch in batches for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
-        raise InnerError(f"{name} is not a Parquet file, so save it again: {str(error).splitlines()[0]}") from error
+        raise InnerError(f"{name} is not a Parquet file, so save it again: {first_line(error)}") from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:

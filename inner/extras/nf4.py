@@ -10,12 +10,12 @@ Not promised: that two devices quantise to the same bits; 4-bit weights under vL
 """
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from inner.errors import InnerError
+from inner.optional import optional
 
 NEEDED = (
     "inner.lora.base = \"nf4\" needs bitsandbytes: pip install 'serverless-diloco[nf4]'. Or leave base out, for a base "
@@ -25,10 +25,7 @@ NEEDED = (
 
 def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
     """Load a model as `from_pretrained` does, with all linear layers except the head in NF4.   Raises InnerError."""
-    try:
-        from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportMissingImports]
-    except ImportError as missing:
-        raise InnerError(NEEDED) from missing
+    layer = optional("bitsandbytes.nn", NEEDED).Linear4bit
     from transformers import BitsAndBytesConfig
 
     how = BitsAndBytesConfig(
@@ -38,8 +35,6 @@ def load_nf4(source: str | Path, dtype: torch.dtype, **options: Any) -> Any:
     model: Any = loaded[0] if isinstance(loaded, tuple) else loaded
     model.is_loaded_in_4bit = False  # TRL would round the adapter to bfloat16, and the outer step averages fp32
     for module in model.modules():
-        if isinstance(module, Linear4bit):
-            cast(
-                "Any", module
-            ).support_avx512bf16_for_cpu = False  # generation would pack the weights anew, and change their digest
+        if isinstance(module, layer):  # generation would pack the weights anew, and change their digest
+            module.support_avx512bf16_for_cpu = False
     return loaded

@@ -10,6 +10,7 @@ Not promised: that the scheduler adapts. With the defaults, the scheduler's own 
 slope .6/N of the line from t_start to t_end, unless N is above ~4000 steps. Raise `alpha` for short runs.
 """
 
+from dataclasses import dataclass
 from math import exp, isfinite
 
 import torch
@@ -40,6 +41,7 @@ def _blend_logits(student: Tensor, teacher: Tensor, t: float) -> Tensor:
     return teacher.to(student.dtype) if t == 1 else (1 - t) * student + t * teacher.to(student.dtype)
 
 
+@dataclass(eq=False)
 class TAIDScheduler:
     """t over training: at least the line from t_start to t_end, and above it while the loss falls fast.
 
@@ -49,26 +51,19 @@ class TAIDScheduler:
     never falls, is never below the line, and never exceeds t_end.
     """
 
-    def __init__(
-        self,
-        num_train_steps: int,
-        t_start: float = 0.4,
-        t_end: float = 1.0,
-        alpha: float = 5e-4,
-        beta: float = 0.99,
-        disable_adaptive: bool = False,
-    ) -> None:
-        if num_train_steps < 1:
-            raise ValueError(f"num_train_steps = {num_train_steps} must be 1 or more.")
-        if not 0 <= t_start <= t_end <= 1:
-            raise ValueError(f"0 <= t_start = {t_start} <= t_end = {t_end} <= 1 does not hold.")
-        self.num_train_steps = num_train_steps
-        self.t_start = t_start
-        self.t_end = t_end
-        self.alpha = alpha
-        self.beta = beta
-        self.disable_adaptive = disable_adaptive
-        self.t = t_start
+    num_train_steps: int
+    t_start: float = 0.4
+    t_end: float = 1.0
+    alpha: float = 5e-4
+    beta: float = 0.99
+    disable_adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_train_steps < 1:
+            raise ValueError(f"num_train_steps = {self.num_train_steps} must be 1 or more.")
+        if not 0 <= self.t_start <= self.t_end <= 1:
+            raise ValueError(f"0 <= t_start = {self.t_start} <= t_end = {self.t_end} <= 1 does not hold.")
+        self.t = self.t_start
         self.momentum = 0.0
         self.previous: float | None = None
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from inner.errors import InnerError
+from inner.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -168,7 +169,7 @@ def load_gguf(model: str, dtype: str) -> "tuple[PreTrainedModel, PreTrainedToken
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InnerError(
-            f"model = '{model}' could not be read: {str(error).splitlines()[0]}. Give a folder that save_pretrained "
+            f"model = '{model}' could not be read: {first_line(error)}. Give a folder that save_pretrained "
             "wrote, or the model's name on the Hub, as inner.model."
         ) from error
     return _without_quantisation(read), tokenizer

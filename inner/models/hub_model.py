@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
-from inner.models.naming import HubError, HubModel, is_on_hub
+from inner.models.naming import HubError, HubModel, is_hub_name
+from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
 
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -38,7 +39,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
     None: the model cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
     Raises InnerError if the Hub does not have the model or does not answer.
     """
-    if not is_on_hub(config):
+    if not is_hub_name(config.model):
         return None
     try:
         commit, names = _list_revision(config.model, config.revision)
@@ -138,9 +139,9 @@ def cached_file(name: str, commit: str, file: str, again: bool = False) -> Path:
 def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
     """Make a HubError, which is final if the Hub answered that access is refused, or that the model does not exist."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    words = (str(error).strip() or type(error).__name__).splitlines()[0]
-    at = f" at {revision}" if revision else ""
-    return HubError(f"{name}{at} cannot be taken from the Hub ({words:.160})", final=status in (401, 403, 404))
+    what = f"{name} at {revision}" if revision else name
+    words = f"{what} cannot be taken from the Hub ({first_line(error):.160})"
+    return HubError(words, final=status in (401, 403, 404))
 
 
 def _file_sha256(path: Path) -> str:

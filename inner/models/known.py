@@ -20,6 +20,7 @@ from typing import Any
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -218,8 +219,7 @@ def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | Non
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:
-        first = (str(outcome[0]).strip() or type(outcome[0]).__name__).splitlines()[0]
-        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first:.80})"
+        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first_line(outcome[0]):.80})"
     return ""
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from inner.errors import InnerError
+from inner.printable import first_line
 from inner.settings.task import LoraSettings
 
 ADAPTER = "adapter"  # name of the subfolder
@@ -44,7 +45,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         try:
             adapted: Any = get_peft_model(model, config)
         except (ValueError, TypeError, NotImplementedError) as error:
-            first = str(error).splitlines()[0].rstrip(".")
+            first = first_line(error).rstrip(".")
             raise InnerError(
                 f"[inner.lora] does not fit this model: {first}. Correct that table, for example inner.lora.targets; "
                 f"the model's linear layers are {layers}"

@@ -1,6 +1,6 @@
 """Decides from its spelling alone which kind of model inner.model names; defines plain data for models.
 
-    toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_on_hub   a model on the Hub
+    toolworld, tiny   built in code          is_gguf_file   a .gguf file          is_hub_name   a model on the Hub
     KnownModel  checked before the start (known.py)     HubModel, HubError  for models on the Hub (hub_model.py)
 
 Not promised: that a model of that name exists.  No torch here.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from inner.settings.inner import BUILT_IN_MODELS, InnerConfig
+from inner.settings.inner import BUILT_IN_MODELS
 
 NOT_CHECKED = "not checked: "  # begins a note about a model that the Hub did not confirm
 ASK_S = 4.0  # seconds to wait for the Hub: without a network, a DNS lookup may take minutes
@@ -41,12 +41,8 @@ class HubModel:
     files: Mapping[str, str]
 
 
-def is_on_hub(config: InnerConfig) -> bool:
-    """Whether inner.model names a model on the Hub, not a folder or file on this machine."""
-    return is_hub_name(config.model)
-
-
 def is_hub_name(model: str) -> bool:
+    """Whether inner.model names a model on the Hub, not a folder or file on this machine."""
     return model not in BUILT_IN_MODELS and not is_gguf_file(model) and not Path(model).is_dir()
 
 

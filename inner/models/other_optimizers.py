@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from inner.errors import InnerError
+from inner.optional import optional
 
 NOT_HIDDEN = ("embed", "lm_head", "wte", "wpe", "score")  # in names of matrices that Muon must not train
 Named = Sequence[tuple[str, Tensor]]
@@ -54,16 +55,13 @@ class MuonAndAdamW(Optimizer):
 
 def adamw_8bit(trained: Named, adam: dict[str, Any]) -> Optimizer:
     """Return bitsandbytes' AdamW.   Raise InnerError if it cannot run here."""
-    try:
-        from bitsandbytes.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
-    except ImportError as missing:
-        raise InnerError(
-            f'inner.optimizer = "adamw8bit" needs bitsandbytes, which is not installed here ({missing}). Next: '
-            "`pip install bitsandbytes`"
-            ' on this machine, `--pip bitsandbytes` for replicas elsewhere, or inner.optimizer = "adamw".'
-        ) from missing
+    theirs = optional(
+        "bitsandbytes.optim",
+        'inner.optimizer = "adamw8bit" needs bitsandbytes, which is not installed here ({}). Next: `pip install '
+        'bitsandbytes` on this machine, `--pip bitsandbytes` for replicas elsewhere, or inner.optimizer = "adamw".',
+    )
     if not torch.cuda.is_available():
         raise InnerError(
             'inner.optimizer = "adamw8bit" needs a CUDA device, and there is none here. Set inner.optimizer = "adamw".'
         )
-    return AdamW8bit([p for _, p in trained], **adam)
+    return theirs.AdamW8bit([p for _, p in trained], **adam)

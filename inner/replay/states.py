@@ -97,7 +97,8 @@ def read_lines(path: str | Path, read: Callable[[Any, int], list[Any]]) -> list[
         try:
             found += read(parse(), number)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            bad.append(f"{path}, {_place_name(path)} {number}: {_describe_error(error)}. It is left out.")
+            place = "line" if path.suffix == ".jsonl" else "record"
+            bad.append(f"{path}, {place} {number}: {_describe_error(error)}. It is left out.")
             warnings.warn(bad[-1], TraceWarning, stacklevel=3)
     if bad and not found:
         raise InnerError(f"{path}: nothing in it could be used.\n  {bad[0]}\n  next: is this the right file?")
@@ -128,10 +129,6 @@ def _json_line(row: Mapping[str, Any]) -> str:
     except UnicodeEncodeError:  # a lone surrogate: JSON must escape it
         return json.dumps(row)
     return text
-
-
-def _place_name(path: Path) -> str:
-    return "line" if path.suffix == ".jsonl" else "record"
 
 
 def _describe_error(error: Exception) -> str:

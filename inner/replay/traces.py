@@ -57,7 +57,8 @@ def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
     Demonstrations inside the history are left out."""
 
     def trajectory(row: Any, number: int) -> list[TraceState]:
-        turns = [_swe_turn(turn) for turn in checked_messages(_recorded_turns(row)) if not turn.get("is_demo")]
+        recorded = row["messages"] if "history" not in row and "messages" in row else row["history"]
+        turns = [_swe_turn(turn) for turn in checked_messages(recorded) if not turn.get("is_demo")]
         return _trace_states(_record_name(path, number), turns, _swe_error, tools, None)
 
     return read_lines(path, trajectory)
@@ -119,10 +120,6 @@ def _tau_error(turn: Message) -> str | None:
 def _swe_error(turn: Message) -> str | None:
     text = plain_text(turn.get("content"))
     return text if SWE_ERROR.search(text) else None
-
-
-def _recorded_turns(row: Any) -> Any:
-    return row["messages"] if "history" not in row and "messages" in row else row["history"]
 
 
 def _swe_turn(turn: Message) -> Message:

@@ -94,10 +94,8 @@ def unknown_text(name: str, known: Iterable[str]) -> str:
     if guess := _nearest_name(prefix, key, known, moved):
         return f"unknown setting {name}; did you mean {guess}?"
     here = sorted(n.rpartition(".")[2] for n in known if n.rpartition(".")[0] == prefix)
-    tables = {f"[{n.rpartition('.')[0]}]" for n in known if n.startswith(prefix and f"{prefix}.")} - {
-        f"[{prefix}]",
-        "[]",
-    }
+    tables = {f"[{n.rpartition('.')[0]}]" for n in known if n.startswith(prefix and f"{prefix}.")}
+    tables -= {f"[{prefix}]", "[]"}
     more = f"; tables: {', '.join(sorted(tables))}" if tables else ""
     return f"unknown setting {name}; known: {', '.join(here)}{more}"
 

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def load_start(
         loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
     except (OSError, ValueError) as error:
         raise InnerError(
-            f"the model in {model_dir} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+            f"the model in {model_dir} could not be loaded: {first_line(error)}. Check inner.model."
         ) from error
     model, found = loaded
     if source:
@@ -144,7 +145,7 @@ def _load_model(
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise InnerError(
-            f"the model {source}{at} could not be loaded: {str(error).splitlines()[0]}. Check inner.model and "
+            f"the model {source}{at} could not be loaded: {first_line(error)}. Check inner.model and "
             "inner.revision, and the Hub token if it is a private one."
         ) from error
     return model, with_padding(tokenizer, model)

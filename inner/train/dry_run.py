@@ -28,6 +28,7 @@ from typing import Any
 from inner.data.prompts import load_prompts
 from inner.data.rendering import render_text
 from inner.data.template_fault import template_fault
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
 from inner.usercode.rehearse import ask_child, read_asked
@@ -122,7 +123,7 @@ def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
             )
     except (OSError, ValueError) as error:
         raise InnerError(
-            f"the model {config.model} could not be loaded: {str(error).splitlines()[0]}. Check inner.model."
+            f"the model {config.model} could not be loaded: {first_line(error)}. Check inner.model."
         ) from error
     tokenizer = with_padding(tokenizer, model)
     if config.lora is not None:

@@ -206,7 +206,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
         """Return the masks of TRL's mask_truncated_completions for the policy loss; the attention mask is unchanged."""
         tokenizer: Any = self._tokenizer
         ends = torch.tensor([*self.eos_token_ids, tokenizer.pad_token_id], device=batch["completion_ids"].device)
-        whole = torch.isin(last_tokens(batch["completion_ids"], batch["completion_mask"]), ends)
+        at_end = (batch["completion_mask"].sum(1, keepdim=True) - 1).clamp(min=0)  # the last token that is not padding
+        whole = torch.isin(batch["completion_ids"].gather(1, at_end)[:, 0], ends)
         counted = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * whole[:, None]
         total = self.accelerator.gather((batch["completion_mask"] * counted).sum())
         return {"tool_mask": counted, "num_items_in_batch": cast(Tensor, total).sum()}
@@ -405,11 +406,6 @@ def _rollouts_of(
 def written_tokens(batch: Any) -> int:
     """Return the number of tokens in a micro-batch's lessons that the model itself wrote."""
     return sum(sum(lesson.written) for lessons in batch[LESSONS] for lesson in lessons)
-
-
-def last_tokens(ids_B_T: Tensor, mask_B_T: Tensor) -> Tensor:
-    """Return the last token of each row that is not padding: (B,)."""
-    return ids_B_T.gather(1, (mask_B_T.sum(1, keepdim=True) - 1).clamp(min=0))[:, 0]
 
 
 def _response_tensors(flat: list[tuple[int, Lesson]], inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:

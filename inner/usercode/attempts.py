@@ -163,13 +163,9 @@ def read_values(answer: Any, expected: int) -> Values:
     if len(answer) != expected:
         raise ValueError(f"returned {len(answer)} values for {expected} completions. Return one number each")
     plain = [v.item() if hasattr(v, "item") and prod(getattr(v, "shape", ())) == 1 else v for v in answer]
-    invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not is_reward(value)}
+    valid = [v is None or (isinstance(v, int | float) and abs(v) <= LARGEST) for v in plain]
+    invalid = {i: f"returned {value!r}" for i, value in enumerate(plain) if not valid[i]}
     return Values([None if i in invalid else value for i, value in enumerate(plain)], invalid)
-
-
-def is_reward(value: Any) -> bool:
-    """Whether TRL can learn from the value: None, or a number whose square is a float32."""
-    return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST)
 
 
 def rows_of(columns: Mapping[str, Any], rows: Rows, completions: int) -> dict[str, Any]:

@@ -28,7 +28,15 @@ from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import is_code, setting_of
 from inner.usercode.reward_form import SILENT, START, call_fault, call_of, sameness
 from inner.usercode.reward_words import user_lines
-from inner.usercode.userfiles import check_syntax, load_environment, load_kept, load_object, load_reward, lost_tools
+from inner.usercode.userfiles import (
+    check_syntax,
+    load_environment,
+    load_kept,
+    load_object,
+    load_reward,
+    lost_tools,
+    weighted_rewards,
+)
 
 
 def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) -> None:
@@ -70,8 +78,7 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
     named = config.rewards.named
     if config.loop == "supervised" or config.sampling.environment or config.rewards.models or not named:
         return ""
-    weights = config.rewards.weights
-    rewards = [(load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in named.items()]
+    rewards = weighted_rewards(config, files)
     prompts = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     same = sameness(rewards, prompts[:rows])
     tries = '`diloco check CONFIG --completion "…"` tries an answer that should be worth more'

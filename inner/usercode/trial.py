@@ -26,6 +26,7 @@ from inner.data.rendering import prompt_ids, render_text, text_of
 from inner.data.template_fault import require_template, template_fault
 from inner.models.known import folder_or_refusal, refuse_adapter, require_tokenizer
 from inner.models.naming import is_gguf_file
+from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import setting_of
 from inner.usercode.apart import take_notes
@@ -131,17 +132,9 @@ def try_reward(
 def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[str]) -> Trial:
     from inner.data.prompts import load_prompts
     from inner.tasks.score import score_replies
-    from inner.usercode.userfiles import load_reward
+    from inner.usercode.userfiles import weighted_rewards
 
-    weights = config.rewards.weights
-    rewards = (
-        [
-            (load_reward(kind, spelling, files), weights.get(kind, 1.0))
-            for kind, spelling in config.rewards.named.items()
-        ]
-        if config.scoring_task is None
-        else [(score_replies, 1.0)]
-    )
+    rewards = weighted_rewards(config, files) if config.scoring_task is None else [(score_replies, 1.0)]
     prompts = load_prompts(config.data.source or "", files, config.data)
     tokenizer = _tokenizer_of(config)
     switches = config.trl.get("chat_template_kwargs") or {}
@@ -205,7 +198,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where[0], revision=revision or "main", **where[1])
     except Exception as error:  # OSError, ValueError; others from faulty mirrors of the Hub
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise InnerError(f"inner.model = {name!r}: its tokenizer cannot be loaded: {first}. Check the name") from error
 
 

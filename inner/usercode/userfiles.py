@@ -64,11 +64,7 @@ def load_kept(kind: str, spelling: str, files: Files) -> Any:
 
 def check_syntax(kind: str, spelling: str, files: Files) -> None:
     """Raise InnerError for a file that Python cannot compile. This does not run the code."""
-    if not spelling.rpartition(":")[0]:
-        raise InnerError(
-            f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
-        )
-    path = local_file(kind, spelling, files)
+    path = _code_file(kind, spelling, files)
     try:
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -80,13 +76,17 @@ def check_syntax(kind: str, spelling: str, files: Files) -> None:
         ) from error
 
 
-def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
-    """Run the user's file once per process."""
+def _code_file(kind: str, spelling: str, files: Files) -> Path:
     if not spelling.rpartition(":")[0]:
         raise InnerError(
             f'{setting_of(kind)} = {spelling!r} names no object. Write {setting_of(kind)} = "file.py:name".'
         )
-    path = local_file(kind, spelling, files)
+    return local_file(kind, spelling, files)
+
+
+def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
+    """Run the user's file once per process."""
+    path = _code_file(kind, spelling, files)
     digits = sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
     name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # rewards in one file share one module
     if name in sys.modules:
@@ -112,6 +112,14 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
     """Load the user's reward, wrapped so that each call checks the returned values."""
     return guard_reward(load_kept(kind, spelling, files), spelling, local_file(kind, spelling, files))
+
+
+def weighted_rewards(config: InnerConfig, files: Files) -> list[tuple[Callable[..., list[float | None]], float]]:
+    """Load the user's reward functions, with their weights."""
+    weights = config.rewards.weights
+    return [
+        (load_reward(kind, spelling, files), weights.get(kind, 1.0)) for kind, spelling in config.rewards.named.items()
+    ]
 
 
 def guard_reward(function: Callable[..., Any], spelling: str, path: Path | None = None) -> Callable[..., Any]:

@@ -289,20 +289,14 @@ class Collector:
 
     def _delete_steps(self, kind: str, end: int, at_most: int) -> int:
         if kind not in self._next and end:
-            self._next[kind] = self._first_dirty(kind, end)
+            # bisection finds the first step with blobs, because collectors delete them in ascending order
+            self._next[kind] = bisect_left(range(end), True, key=lambda t: bool(self._old_blobs(t, kind, end)))
         at = self._next.get(kind, 0)
         gone = 0
         for t in range(at, min(end, at + at_most)):
             gone += self._delete_keys(self._old_blobs(t, kind, end))
             self._next[kind] = t + 1
         return gone
-
-    def _first_dirty(self, kind: str, end: int) -> int:
-        """Return the first step below `end` with blobs of this kind, or `end`.
-
-        Bisection finds it, because collectors delete blobs in ascending order.
-        """
-        return bisect_left(range(end), True, key=lambda t: bool(self._old_blobs(t, kind, end)))
 
     def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:
         folder = f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rendezvous import layout
-from rendezvous.records.digests import digest, has_digest
+from rendezvous.records.digests import has_digest
 from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, UnixTime, WireError, Word
 from rendezvous.records.schema import Longest, Where, Within
 
@@ -67,10 +67,6 @@ def read_record(body: bytes) -> tuple[Rollouts, memoryview]:
 def is_whole(record: Rollouts, payload: memoryview, kind: str) -> bool:
     """Whether the payload has the record's digest, of this kind or a stronger one."""
     return has_digest(payload, record.digest, kind)
-
-
-def payload_digest(payload: bytes, kind: str) -> str:
-    return digest(payload, kind)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def checked_norm(delta: np.ndarray, scale: float = 0.0, square: float | None = N
 class Written:
     """A body and its digest.
 
-    shards: digests of its shards (see `body_digests`).   norm: ‖Δ‖₂.   scale: about ‖θ‖₂, 0 if unknown.
+    shards: digests of its shards (see `digest_of_shards`).   norm: ‖Δ‖₂.   scale: about ‖θ‖₂, 0 if unknown.
     """
 
     body: np.ndarray
@@ -161,7 +161,7 @@ class Encoder:
             square += more
             shards.append(shard)
         return Written(
-            body, _digest_of_shards(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale
+            body, digest_of_shards(shards, self._digests), tuple(shards), checked_norm(delta, scale, square), scale
         )
 
     def _encode_each(self, fragment: int, delta: np.ndarray, ranges: list[Range], room: np.ndarray) -> Iterator[float]:
@@ -231,18 +231,8 @@ def shard_grid(elements: int, align: int, least: int) -> list[Range]:
     return [(at, min(at + size, elements)) for at in range(0, max(elements, 1), size)]
 
 
-def body_digests(body: np.ndarray, name: str, ranges: list[Range], kind: str = XXH3) -> tuple[str, tuple[str, ...]]:
-    """Return the body's digest, and those of its shards; () if there is one shard only, or if it cannot be cut.
-
-    The digest of a body in shards is the digest of its shards' digests, so its bytes are read only once.
-    """
-    if len(ranges) < 2 or not has_exact_size(name):
-        return digest(as_bytes(body), kind), ()
-    shards = tuple(digest(as_bytes(body[slice(*byte_range(name, *r))]), kind) for r in ranges)
-    return _digest_of_shards(shards, kind), shards
-
-
-def _digest_of_shards(shards: Sequence[str], kind: str) -> str:
+def digest_of_shards(shards: Sequence[str], kind: str) -> str:
+    """Return the digest of a body in shards: that of its shards' digests, so its bytes are read only once."""
     return digest("".join(shards).encode(), kind)
 
 

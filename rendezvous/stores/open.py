@@ -53,14 +53,25 @@ def open_store(url: str, *, make: bool = True) -> Store:
     )
 
 
+def folder_of(url: str) -> Path | None:
+    """Return the folder of this machine that the URL names; None for any other URL."""
+    scheme, colon, rest = url.partition("://")
+    return Path(rest if colon else url) if not colon or scheme == "file" else None
+
+
+def stays_here(url: str) -> bool:
+    """Whether no other machine can reach it: a folder of this machine, or the memory of a process."""
+    return folder_of(url) is not None or url.startswith("memory://")
+
+
 def urls_above(url: str) -> list[str]:
     """Return the URLs of the folders or prefixes that contain `url`, nearest first; none for memory://.
 
     "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
     """
-    scheme, colon, rest = url.partition("://")
-    if not colon or scheme == "file":
-        return [str(folder) for folder in Path(rest if colon else url).absolute().parents][:-1]
+    if (folder := folder_of(url)) is not None:
+        return [str(above) for above in folder.absolute().parents][:-1]
+    scheme, _, rest = url.partition("://")
     path, mark, query = rest.partition("?")
     first = {"memory": len(path), "hf": 3}.get(scheme, 1)  # parts that name the bucket itself
     parts = path.rstrip("/").split("/")

@@ -24,7 +24,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.records.digests import digest
 from rendezvous.records.records import Weights, WeightsPart
-from rendezvous.records.rollouts import LARGE, RolloutVerdict, payload_digest, read_record, seal_bundle
+from rendezvous.records.rollouts import LARGE, RolloutVerdict, read_record, seal_bundle
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import under_key
 from rendezvous.weights import patch
@@ -289,7 +289,7 @@ KEY = "rollouts/r01/0000000042/0000.0.bundle"
         ({"place": (43, 0)}, "they are of r01, generation 43"),
         ({"slot": "r02", "place": (42, 0)}, "they are of r02"),
         ({"run": "another", "place": (42, 0)}, "in run another"),
-        ({"place": (42, 0), "digest": payload_digest(b"x", "xxh3-128")}, "another digest"),
+        ({"place": (42, 0), "digest": digest(b"x", "xxh3-128")}, "another digest"),
     ],
 )
 def test_what_is_not_of_this_place_costs_the_bundle_and_no_check(honest: Bundle, changes: Any, words: str) -> None:

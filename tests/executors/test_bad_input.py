@@ -21,8 +21,9 @@ from rendezvous.agreement.rules import Rules
 from rendezvous.clock import SystemClock
 from rendezvous.errors import WrongRun
 from rendezvous.records.records import Claim, Offer, Snapshot
-from rendezvous.records.wire import body_digests, shard_grid
+from rendezvous.records.wire import shard_grid
 from tests.support.audit import check_run, logged_digests
+from tests.support.body_digests import body_digests
 from tests.support.fleet import ENDLESS, Fleet
 
 SLOW: dict[str, Any] = {"outer": {"sync_every": 20, "snapshot_every": 2}, "fleet": {"steps": ENDLESS}}

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco.run import reference
 from diloco.run.config import ConfigError, RunConfig
 from executors.cli.checking.init import RUN
 from inner.settings.flat_names import FLAT_NAMES, MOVED
 from inner.settings.inner import InnerConfig, InnerError
 from inner.settings.tables import Table, list_settings
 from inner.settings.task import FILE_SETTINGS
+from tests.support import reference
 
 
 def test_the_page_is_what_the_code_says() -> None:
     page = reference.PAGE.read_text(encoding="utf-8")
-    assert page == reference.reference_page(), "python -m diloco.run.reference writes it anew"
+    assert page == reference.reference_page(), "python -m tests.support.reference writes it anew"
     for name in list_settings(RunConfig):
         assert f"| `{name.rpartition('.')[2]}` |" in page
 

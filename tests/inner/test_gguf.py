@@ -17,7 +17,7 @@ from executors.preflight.place_faults import place_faults
 from inner import InnerConfig, InnerError, publish_model
 from inner.models.gguf import read_gguf_header
 from inner.models.known import known_model
-from inner.models.naming import is_on_hub
+from inner.models.naming import is_hub_name
 from tests.support.fleet import Fleet
 from tests.support.gguf_files import write_gguf
 
@@ -54,7 +54,7 @@ def test_its_parameters_are_counted_from_its_header_and_it_is_not_on_the_hub(tmp
     (tmp_path / "a.txt").write_text("text")
     config = RunConfig.from_dict(raw, tmp_path)
     assert parameters_of(config) == sum(w.size for w in weights.values())
-    assert not is_on_hub(config.inner)
+    assert not is_hub_name(config.inner.model)
     (fault,) = place_faults(config, "s3://b/r", [Place("modal", options={"gpu": "T4"}, secrets=("aws",))], {})
     assert "m.gguf' is a file of this machine" in fault
 

@@ -32,7 +32,7 @@ def test_without_the_package_the_error_says_how_to_build_it(model: Any, monkeypa
     def gone(name: str) -> Any:
         raise ImportError("undefined symbol: const_data_ptr")
 
-    monkeypatch.setattr(toploc_proofs, "import_module", gone)
+    monkeypatch.setattr("inner.optional.import_module", gone)
     with pytest.raises(InnerError, match=r"undefined symbol.*--no-binary toploc --no-build-isolation"):
         prove_rollout(model, PROMPT, COMPLETION)
 

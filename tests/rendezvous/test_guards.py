@@ -27,12 +27,13 @@ from rendezvous.errors import BadCommit, BadDelta, ChainBroken, Corrupt, Diverge
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.digests import digest
 from rendezvous.records.records import Commit, Mean, Offer, Snapshot, WireError
-from rendezvous.records.wire import as_bytes, body_digests, shard_grid
+from rendezvous.records.wire import as_bytes, shard_grid
 from rendezvous.snapshots import record as snapshots
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import SignedStore
 from tests.rendezvous.test_engine import RULES, TIMING, Seat, bucket, damage, pair, together, trio
 from tests.rendezvous.test_shards import commit_of
+from tests.support.body_digests import body_digests
 from tests.support.fakes import Fault, FaultyStore, ManualClock, VectorState
 
 

@@ -21,10 +21,11 @@ from rendezvous.means.reduce import Reducer
 from rendezvous.means.sums import divide_by_weight
 from rendezvous.records.digests import digest
 from rendezvous.records.records import WIRE, Claim, Commit, Offer, WireError
-from rendezvous.records.wire import Encoder, as_bytes, body_digests, shard_grid
+from rendezvous.records.wire import Encoder, as_bytes, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_engine import Seat, pair, together
 from tests.rendezvous.test_shards import commit_of
+from tests.support.body_digests import body_digests
 from tests.support.fakes import FaultyStore, ManualClock, unchecked
 
 ODD = [np.nan, np.inf, -np.inf]

@@ -19,8 +19,9 @@ from rendezvous.means.bodies import Shard
 from rendezvous.means.body_sample import BodySample
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Beat, Commit, Listed
-from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
+from rendezvous.records.wire import Encoder, as_bytes, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
+from tests.support.body_digests import body_digests
 from tests.support.fakes import ManualClock
 
 RNG = np.random.default_rng(3)

@@ -27,10 +27,11 @@ from rendezvous.records import wire
 from rendezvous.records.digests import digest
 from rendezvous.records.records import Commit
 from rendezvous.records.state import Digests
-from rendezvous.records.wire import Encoder, body_digests, codec_alignment, shard_grid
+from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.threads import MOST_THREADS, Threads, threads_here
 from tests.rendezvous.test_shards import commit_of
+from tests.support.body_digests import body_digests
 from tests.support.fakes import ManualClock, VectorState
 
 pytestmark = pytest.mark.skipif(load_mean_kernel("fp32") is None, reason="there is no C compiler")

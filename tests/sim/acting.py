@@ -30,8 +30,9 @@ from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.background import in_turn
 from rendezvous.errors import KeyExists, RendezvousError
+from rendezvous.records.digests import digest
 from rendezvous.records.records import new_nonce
-from rendezvous.records.rollouts import Rollouts, payload_digest, read_record, seal_bundle
+from rendezvous.records.rollouts import Rollouts, read_record, seal_bundle
 from rendezvous.store import PatientStore
 from tests.sim.replica import Process, Replica
 from tests.sim.simulate import TIMING, Acting, Schedule, World, draw
@@ -260,7 +261,7 @@ class SimActor(Actor):
     def _record(self, made: Bundle, slot: str, generation: int, weights: int) -> Rollouts:
         return Rollouts(
             run=RUN, slot=slot, place=(generation, 0), step=weights, by=0, engine="sim", threads=1, rollouts=1,
-            tokens=3, digest=payload_digest(made.pack(), "xxh3-128"), nonce=new_nonce(), actor=self.p.slot,
+            tokens=3, digest=digest(made.pack(), "xxh3-128"), nonce=new_nonce(), actor=self.p.slot,
         )  # fmt: skip
 
     def _put(self, key: str, body: bytes) -> None:

@@ -30,9 +30,10 @@ from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records
 from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.rollouts import LateReward, Rollouts, RolloutVerdict
-from rendezvous.records.wire import Encoder, as_bytes, body_digests, codec_alignment, shard_grid
+from rendezvous.records.wire import Encoder, as_bytes, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import Seal, sign_record
+from tests.support.body_digests import body_digests
 
 PATH = Path(__file__).parents[1] / "data" / "golden_vectors.json"
 Piece = list[int]  # start, stop, exponent

@@ -142,13 +142,10 @@ class BareRounds:
             arrays = snapshots.load(rv.store, snapshot, rv.emit, {})
             if arrays is not None and "states" in arrays:
                 self._load_states(arrays)
-                self._stand_at(snapshot.t)
+                rv.resume_at(OpaqueState(), snapshot.t)
+                self._published = rv.members.status.step = snapshot.t
                 return
         self.publish_states()
-
-    def _stand_at(self, t: int) -> None:
-        self._session.rv.resume_at(OpaqueState(), t)
-        self._published = self._session.rv.members.status.step = t
 
     def publish_states(self) -> None:
         """Write the registered states as snapshot `step`, unless it exists."""
@@ -159,16 +156,12 @@ class BareRounds:
         if stands is None or stands.t < self._session.rv.step:
             rv = self._session.rv
             prev = rv.chain.commit_digest(rv.step - 1)
-            snapshots.write(rv.store, rv.clock, rv.step, _pack_states(self.read_states()), base=UNVERIFIED, prev=prev)
+            torch.save(self.read_states(), body := io.BytesIO())
+            states = {"states": np.frombuffer(body.getbuffer(), np.uint8)}
+            snapshots.write(rv.store, rv.clock, rv.step, states, base=UNVERIFIED, prev=prev)
 
     def _load_states(self, arrays: snapshots.Arrays) -> None:
         states = torch.load(io.BytesIO(arrays["states"].data), weights_only=True)
         for key, (load, _) in self._fns.items():
             if key in states:
                 load(states[key])
-
-
-def _pack_states(states: dict[str, Any]) -> dict[str, np.ndarray]:
-    body = io.BytesIO()
-    torch.save(states, body)
-    return {"states": np.frombuffer(body.getbuffer(), np.uint8)}

@@ -48,7 +48,7 @@ class RolloutEnds:
             first = sorted(report.sessions, key=lambda s: (s.claimed, s.slot))[:SESSIONS]
             ahead.ask(layout.rollouts_key(s.slot, s.generation, 0) for s in first)
             self.early = [sample for s in first for sample in self._samples(ahead, s, 0)]
-        newest = _newest_sessions(report)
+        newest = sorted((s for s in report.sessions if s.commits), key=lambda s: (-s.commits[-1][0], s.slot))[:SESSIONS]
         before = dict(self._counts)
         self._count(ahead, newest)
         if any(self._counts[s.slot, s.generation] != before.get((s.slot, s.generation)) for s in newest):
@@ -68,12 +68,6 @@ class RolloutEnds:
     def _samples(self, ahead: Ahead, session: SessionSummary, n: int) -> list[dict[str, Any]]:
         body = ahead.get(layout.rollouts_key(session.slot, session.generation, n)) if n >= 0 else None
         return read_rollouts(body or b"", session.slot)[:MOST]
-
-
-def _newest_sessions(report: Report) -> list[SessionSummary]:
-    """Return the sessions whose work was counted last."""
-    counted = [session for session in report.sessions if session.commits]
-    return sorted(counted, key=lambda s: (-s.commits[-1][0], s.slot))[:SESSIONS]
 
 
 def read_rollouts(body: bytes, slot: str) -> list[dict[str, Any]]:

@@ -11,13 +11,14 @@ numbers are as intended.
 import os
 import shlex
 from argparse import Namespace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import Answer, print_answer
-from executors.cli.checking.init import MODEL, TASKS
-from executors.cli.completion import SCRIPTS
+from executors.cli.checking.init import MODEL, TASKS, init
+from executors.cli.completion import SCRIPTS, completion_script, slots_of
 from executors.cli.options import add_config, add_verb, again, flag, read_config, value
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
@@ -60,8 +61,6 @@ def add_verbs(verbs: Any) -> None:
 
 
 def _init(args: Namespace) -> Answer:
-    from executors.cli.checking.init import init
-
     names = init(Path(args.folder), model=args.model, task=args.task)
     steps = [
         f"cd {shlex.quote(args.folder)}",
@@ -75,8 +74,6 @@ def _init(args: Namespace) -> Answer:
 
 
 def _check(args: Namespace) -> Answer:
-    from dataclasses import asdict
-
     from inner.usercode.trial import try_reward
 
     config = read_config(args)
@@ -159,8 +156,6 @@ def _setup(args: Namespace) -> Answer:
 
 
 def _objectives(args: Namespace) -> Answer:
-    from dataclasses import asdict
-
     from diloco.run.config import load_config
     from inner.settings.menu import format_menu
     from inner.settings.objectives import PO_OBJECTIVES
@@ -179,8 +174,6 @@ def _objectives(args: Namespace) -> Answer:
 
 
 def _completion(verbs: Any, args: Namespace) -> Answer:
-    from executors.cli.completion import completion_script, slots_of
-
     if args.slots is not None:
         found = slots_of(args.slots, sessions=args.verb == "logs")
         return Answer({"run": args.slots, "slots": found}, found)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from executors.supervision.money.bills import number_in
 from inner.tasks.spec import PRICED
 
 UNKNOWN = "not in the sum: no price is known (inner.sampling.box_usd_per_hour sets one)"
@@ -57,11 +58,5 @@ def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], us
     used = [event for event in events if event["event"] == "boxes_used"]
     told = provider in PRICED and all(event.get("usd_per_hour", 0.0) is not None for event in used)
     known = told or sampling_in(config).get("box_usd_per_hour") is not None
-    boxes = round(sum(_number(event, "boxes") for event in used))
-    return BoxCosts(provider, boxes, sum(_number(event, "box_s") for event in used) / 3600, usd if known else None)
-
-
-def _number(event: Mapping[str, Any], name: str) -> float:
-    """Return a field; 0 for an implausible number, because any writer may have written the log."""
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
+    boxes = round(sum(number_in(event, "boxes") for event in used))
+    return BoxCosts(provider, boxes, sum(number_in(event, "box_s") for event in used) / 3600, usd if known else None)

@@ -24,7 +24,7 @@ from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
 from diloco.runlog.scope import COSTS
 from diloco.runlog.sessions import SessionSummary
-from executors.platforms.base import ExecutorError, FleetExecutor, Handle
+from executors.platforms.base import ExecutorError, FleetExecutor, Handle, last_lines
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.executor import process_folder
 from executors.platforms.places import build_executor
@@ -65,8 +65,7 @@ def _supervisor_log(url: str, file: LogFile) -> OpenLog:
 
 def bucket_log(words: Sequence[str]) -> OpenLog:
     """Return a log from the bucket: a replica's events, and the last log lines that its supervisor stored."""
-    lines = lambda tail: list(words if tail is None else words[-tail:] if tail > 0 else ())  # noqa: E731
-    return OpenLog(lines, lambda tail: iter(lines(tail)))
+    return OpenLog(partial(last_lines, words), lambda tail: iter(last_lines(words, tail)))
 
 
 @contextmanager

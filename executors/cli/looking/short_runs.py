@@ -22,7 +22,7 @@ from executors.preflight import run_url
 from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
-from rendezvous.stores.open import open_store
+from rendezvous.stores.open import folder_of, open_store
 
 VERBS = ("status", "costs", "stop")
 GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # `stop` waits: for a process to leave; for its end; between two polls
@@ -30,10 +30,9 @@ GRACE_S, END_S, PAUSE_S = 15.0, 120.0, 1.0  # `stop` waits: for a process to lea
 
 def platform_of(url: str) -> str:
     """Return the platform of a run in the short form; "" for any other run."""
-    scheme, found, _ = url.partition("://")
-    if not found or scheme == "file":
-        folder = Path(url.removeprefix("file://"))
+    if (folder := folder_of(url)) is not None:
         return "local" if not (folder / layout.RUN).exists() and any(folder.glob("processes/*.json")) else ""
+    scheme = url.partition("://")[0]
     if scheme == "modal" and open_store(run_url.checked_url(url), make=False).get(layout.RUN) is not None:
         return ""  # an ordinary run whose store is inside Modal
     return scheme if scheme in EXECUTORS else ""

@@ -9,7 +9,6 @@ Not promised: that a platform has a free machine, or its present price.
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from diloco.process import exitcodes
 from diloco.run.config import RunConfig
@@ -22,6 +21,7 @@ from executors.preflight.checks import Checked
 from executors.supervision.costs import Costs
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control
+from rendezvous.stores.open import folder_of
 from rendezvous.stores.run_key import open_signed
 
 
@@ -72,7 +72,9 @@ def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
 
 def refuse_unwritten(url: str) -> None:
     """Raise UsageError if this user cannot write into the run's folder, or make it."""
-    folder = Path(url.removeprefix("file://")).absolute()
+    if (folder := folder_of(url)) is None:
+        return
+    folder = folder.absolute()
     above = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if run_url.is_folder(url) and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         raise run_url.UsageError(f"cannot write into {above}, so {url} can hold no run. Use another one for --run")

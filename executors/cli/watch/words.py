@@ -201,7 +201,8 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
     labels = [number_words(value) for value in (max(curve.values), min(curve.values))]
     margin = max(map(len, labels)) + 1
     room = max(1, width - margin)
-    values = stretched(squeezed(curve.values, room), room)
+    values = squeezed(curve.values, room)
+    values = [values[len(values) * i // room] for i in range(room)]  # each value is repeated to fill the width
     low, high = min(values), max(values)
     levels = [8 * (height - 1) * (v - low) / (high - low) if high > low else 4 * (height - 1) for v in values]
     levels = [max(1.0, level) for level in levels]  # so that the lowest value is visible
@@ -210,11 +211,6 @@ def chart_lines(curve: MetricCurve, width: int, height: int) -> list[str]:
     lines = [f"{label:>{margin - 1}s} {row}" for label, row in zip(left, reversed(rows), strict=True)]
     steps = f"{curve.label} by outer step, {curve.points[0][0]} to {curve.points[-1][0]}"
     return [*lines, cut(" " * margin + steps, width)]
-
-
-def stretched(values: Sequence[float], width: int) -> list[float]:
-    """Return one value per column; each value is repeated to fill the width."""
-    return [values[len(values) * i // width] for i in range(width)]
 
 
 def number_words(value: float) -> str:

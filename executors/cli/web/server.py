@@ -83,14 +83,10 @@ def _is_address(name: str) -> bool:
 
 def make_door(bind: str, port: int) -> Door:
     token = secrets.token_urlsafe(24)
-    if _is_loopback(bind):
+    if bind == "localhost" or (_is_address(bind) and ipaddress.ip_address(bind).is_loopback):
         return Door(port, token)
     names = {"localhost", bind.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
     return Door(port, token, frozenset(names))
-
-
-def _is_loopback(bind: str) -> bool:
-    return bind == "localhost" or (_is_address(bind) and ipaddress.ip_address(bind).is_loopback)
 
 
 def page_address(bind: str, door: Door) -> str:

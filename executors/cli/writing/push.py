@@ -27,6 +27,7 @@ from executors.cli.looking.report import write_page
 from executors.preflight.run_url import UsageError
 from executors.supervision.money.bills import costs
 from inner.models.naming import is_hub_name
+from inner.printable import first_line
 from rendezvous.clock import SystemClock
 
 CARD, ROLLOUTS = "README.md", "rollouts.jsonl"
@@ -111,7 +112,7 @@ def push(folder: Path, files: Sequence[str], name: str, *, public: bool) -> str:
             allow_patterns=[glob.escape(file) for file in files], delete_patterns=[*WEIGHTS],
         )  # fmt: skip
     except Exception as error:  # without a network, the client raises errors of whichever HTTP library it uses
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        why = first_line(error)
         raise UsageError(
             f"the Hub did not take {name}: {why}. {folder} is written; log in with a token that may write "
             "(`hf auth login`) or repair the connection, and type the command again"

@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from diloco.process.own_files import ForeignFile, open_own
+from executors.platforms.base import last_lines
 from rendezvous.clock import Clock
 
 
@@ -24,8 +25,7 @@ class LogFile:
     keep: Callable[[str], bool] = lambda line: True
 
     def lines(self, tail: int | None = None) -> list[str]:
-        found = self.lines_from(0)
-        return found if tail is None else found[-tail:] if tail > 0 else []
+        return last_lines(self.lines_from(0), tail)
 
     def lines_from(self, at: int) -> list[str]:
         """Return the lines after the first `at` bytes."""

@@ -26,6 +26,7 @@ from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.on_hf_jobs.client import NAMESPACE, Hub
 from executors.platforms.packages.versions import check_command, pinned_version
 from executors.platforms.packages.wheel import Shipment, pack_code
+from rendezvous.stores.open import stays_here
 
 CONTAINER = "executors.platforms.container"
 CLIENT = "executors.platforms.on_hf_jobs.client"
@@ -36,7 +37,6 @@ INSTALLED = "image"  # a value of `code`
 TIMEOUT_S = 6 * 3600.0
 START_S = 900  # added to the platform's limit, for the download of packages before the replica's own clock starts
 CPU = "cpu-basic"
-HERE_ONLY = ("file", "memory")
 
 
 @dataclass
@@ -60,8 +60,7 @@ class Recipe:
     def checked(self, spec: ReplicaSpec) -> tuple[str, str]:
         """Return (flavor, reason why the spec cannot start, or "").  Raise ExecutorError for a fault of all specs."""
         self._secret_values(spec)
-        scheme, colon, _ = spec.run.partition("://")
-        if not colon or scheme in HERE_ONLY:
+        if stays_here(spec.run):
             raise ExecutorError(
                 f"{spec.run} is on this machine, and Hugging Face Jobs cannot reach it. Next: a run in a bucket, "
                 "as --run s3://bucket/run"

@@ -51,6 +51,7 @@ from rendezvous.layout import is_actor
 from rendezvous.machine import machine_name
 from rendezvous.records.records import Claim
 from rendezvous.store import Readable
+from rendezvous.stores.open import folder_of
 from rendezvous.stores.run_key import open_signed
 
 if TYPE_CHECKING:
@@ -301,10 +302,8 @@ class LocalProcessExecutor(Executor):
 
 def process_folder(run: str) -> Path:
     """Return the folder on this machine for the files of a run's processes."""
-    scheme, colon, rest = run.partition("://")
-    if not colon or scheme == "file":
-        return Path(rest if colon else run).absolute() / "processes"
-    return state_folder("processes", short_name(run.rstrip("/")))
+    folder = folder_of(run)
+    return folder.absolute() / "processes" if folder else state_folder("processes", short_name(run.rstrip("/")))
 
 
 def make_process_folder(run: str) -> Path:

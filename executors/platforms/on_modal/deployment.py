@@ -116,7 +116,8 @@ class Deployments:
         name = app_name(run)
         wanted = self._expected_kinds(run, specs)
         self._object_ids(run, wanted)  # raises for a missing secret before the deploy
-        kinds = sorted(wanted | self._still_there(run), key=lambda k: k.function)
+        before = {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}  # may still run
+        kinds = sorted(wanted | before, key=lambda k: k.function)
         secrets = tuple(sorted({secret for kind in (*kinds, self._default) for secret in kind.secrets}))
         entrypoints = [s.entrypoint for s in specs]
         image = with_source(image_of(self._image, self.pip, vllm=self.vllm), entrypoints)
@@ -139,10 +140,6 @@ class Deployments:
         secrets = {name for kind in kinds for name in kind.secrets}
         found = {f"secret/{name}": modal_client.check_secret(name, run) for name in sorted(secrets)}
         return found | {f"volume/{name}": modal_client.volume_id(name) for kind in kinds if (name := kind.hub_cache)}
-
-    def _still_there(self, run: str) -> set[Kind]:
-        """Return the kinds that were deployed before and whose secrets still exist: their calls may still run."""
-        return {k for k in self.register_of(run).kinds() if all(_has_secret(s) for s in k.secrets)}
 
     def register_of(self, run: str, create: bool = False) -> Register:
         """Return the register of a run.   create: make a missing register; launches and lease renewals set this."""

@@ -30,6 +30,7 @@ from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, Kind
 from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
+from rendezvous.stores.open import stays_here
 
 AT_ONCE = 32
 ANSWER_S = 20.0  # time limit of a poll's requests; a status without an answer by then is stale
@@ -116,8 +117,7 @@ class ModalExecutor(Executor):
         return replace(super().new_handle(spec), usd_per_hour=self.price_of(spec))
 
     def fault_of(self, spec: ReplicaSpec) -> str:
-        scheme, found, _ = spec.run.partition("://")
-        if spec.run and (not found or scheme in ("file", "memory")):
+        if spec.run and stays_here(spec.run):
             return (
                 f"{spec.run} is on this machine, and Modal's containers cannot reach it. Put the run into a bucket, "
                 "e.g. --run s3://BUCKET/NAME, and give them its keys as a secret"

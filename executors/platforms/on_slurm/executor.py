@@ -41,6 +41,7 @@ from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_slurm import job as slurm_job
 from executors.platforms.platform import NotStarted, launches_named, launches_wait, missing_secret
 from rendezvous.clock import Clock
+from rendezvous.stores.open import folder_of
 
 Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
 PATIENCE_S = 15.0  # seconds until a file that a node wrote is visible on this machine; submitit uses the same value
@@ -194,10 +195,9 @@ class SlurmExecutor(Executor):
         return max(1, math.ceil((spec.timeout_s or self._timeout_s) / 60.0))
 
     def _run_folder(self, run: str) -> Path:
-        scheme, colon, rest = run.partition("://")
-        local = not colon or scheme == "file"
+        folder = folder_of(run)
         root = self._folder or Path.home() / ".diloco" / "slurm"
-        whole = str(Path(rest if colon else run).absolute()) if local else run
+        whole = run if folder is None else str(folder.absolute())
         return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
 
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from diloco.process import exitcodes, processes
 from diloco.process.own_files import read_json, write_json
 from executors.platforms.base import Handle, State, Status
-from executors.platforms.container import with_times
+from executors.platforms.container import run_replica, with_times
 from executors.platforms.machine import oom
 from executors.platforms.platform import read_card
 
@@ -39,8 +39,6 @@ class Asked(BaseException):
 
 def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Run the replica on the node, for submitit, and write its end into the folder."""
-    from executors.platforms.container import run_replica
-
     why: list[int] = []
 
     def asked(number: int, _: object) -> NoReturn:

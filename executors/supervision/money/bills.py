@@ -144,7 +144,7 @@ def _end_time(
     """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
     began = _begin_time(events[0])
     end = next((e for e in events if e["event"] in ENDS), None)
-    found = [] if end is None else [end["at"], *([_number(end, "ended_at")] if _number(end, "ended_at") else [])]
+    found = [] if end is None else [end["at"], *([number_in(end, "ended_at")] if number_in(end, "ended_at") else [])]
     told = list[float]()  # ends told by the replica, whose clock may be wrong
     for session in newest:
         beat = report.beats.get(session.slot)
@@ -169,11 +169,12 @@ def _lease_end(beat: Beat, report: Report, began: float, now: float) -> float:
 
 def _told_span(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     """Return the interval in which the launch ran, as the platform reports it; [] without a report."""
-    told = [(_number(e, "began_at"), _number(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
+    told = [(number_in(e, "began_at"), number_in(e, "ended_at")) for e in events if e["event"] in ENDS][:1]
     return [(began, ended) for began, ended in told if 0 < began <= ended]
 
 
-def _number(event: Mapping[str, Any], name: str) -> float:
+def number_in(event: Mapping[str, Any], name: str) -> float:
+    """Return a field; 0 for an implausible number, because any writer may have written the log."""
     value = event.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e12 else 0.0
 

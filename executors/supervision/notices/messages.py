@@ -32,6 +32,7 @@ from executors.supervision.money.bills import ENDS, costs
 from executors.supervision.outage import open_outages
 from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
+from rendezvous.stores.open import folder_of
 
 MOST_LINES = 8
 SETTLES = (*LAUNCH_BEGINS, *ENDS)
@@ -43,12 +44,12 @@ LEAST = 64 << 10  # free bytes; with fewer, not even heartbeats and logs can be 
 
 def full_words(url: str) -> str:
     """Return a warning if the run is a folder of this machine and its disk is full; else ""."""
-    scheme, colon, rest = url.partition("://")
-    if colon and scheme != "file":
-        return ""
+    folder = folder_of(url)
     try:
-        disk = os.statvfs(rest if colon else url)
+        disk = None if folder is None else os.statvfs(folder)
     except OSError:
+        disk = None
+    if disk is None:
         return ""
     if disk.f_files and not disk.f_favail:
         return "the run's disk has no inode left (df -i), and all replicas wait: delete some files, and they continue"
@@ -117,17 +118,10 @@ MOST_URGENT = (
 def all_troubles(report: Report, now: float) -> list[Trouble]:
     """Return all troubles of a run, the most urgent first.   now: Unix time."""
     own = [found for detector in HOST_DETECTORS.values() for found in detector(report, now)]
-    return sorted([*own, *found_in_log(report, now)], key=_urgency)
-
-
-def _urgency(found: Trouble) -> int:
-    return MOST_URGENT.index(found.kind) if found.kind in MOST_URGENT else len(MOST_URGENT)
-
-
-def found_in_log(report: Report, now: float) -> list[Trouble]:
-    """Return the troubles that the log and the run's costs show."""
     spent = costs(report, now)
-    return find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
+    logged = find_troubles(report, now, Spending(spent.usd, spent.hours, spent.rate_soon))
+    rank = {kind: place for place, kind in enumerate(MOST_URGENT)}
+    return sorted([*own, *logged], key=lambda found: rank.get(found.kind, len(rank)))
 
 
 def message_lines(report: Report, now: float) -> list[str]:
@@ -159,17 +153,13 @@ def reward_waits(report: Report, now: float) -> list[str]:
     """Return one line if any slot waits, else [].   now: Unix time."""
     if report.done or report.stopped:
         return []
-    waiting = {slot: e for slot, e in _newest_events(report).items() if e["event"] == "lost" and e.get("again_in_s")}
+    newest = {e["slot"]: e for e in report.of_kind(*SETTLES) if e["who"].startswith(SUPERVISOR)}
+    waiting = {slot: e for slot, e in newest.items() if e["event"] == "lost" and e.get("again_in_s")}
     waiting = {slot: e for slot, e in waiting.items() if slot in report.wanted.slot_names}
     if not waiting:
         return []
     slots = ", ".join(_wait_in_words(slot, e, now) for slot, e in sorted(waiting.items()))
     return [f"the reward failed: {slots}{_cost_in_words(waiting, report, now)}"]
-
-
-def _newest_events(report: Report) -> dict[str, Mapping[str, Any]]:
-    """Return per slot a supervisor's newest event about its launches."""
-    return {e["slot"]: e for e in report.of_kind(*SETTLES) if e["who"].startswith(SUPERVISOR)}
 
 
 def _wait_in_words(slot: str, end: Mapping[str, Any], now: float) -> str:
@@ -216,11 +206,7 @@ def _is_idle(report: Report, slot: str, before: History, now: float) -> bool:
     beat = report.beats.get(slot)
     if beat is not None and beat.phase != "left" and is_fresh(beat, report, now):
         return False
-    return all(_has_left(beat, h.launched_at) for h in before.open)
-
-
-def _has_left(beat: Beat | None, launched_at: float) -> bool:
-    return beat is not None and beat.phase == "left" and beat.at > launched_at
+    return all(beat is not None and beat.phase == "left" and beat.at > h.launched_at for h in before.open)
 
 
 def _idle_since(report: Report, slot: str) -> float:

@@ -12,6 +12,7 @@ server of the tests, not with E2B.
 """
 
 import os
+import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.optional import optional
 
 
 class E2bBoxes:
@@ -39,7 +41,7 @@ class E2bBoxes:
     price_per_hour = None
 
     def __init__(self, **opts: Any) -> None:
-        self._sdk = _sdk()
+        self._sdk = optional("e2b", "boxes of E2B need its SDK, which is not installed. `pip install e2b`")
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
@@ -71,8 +73,7 @@ class E2bBox:
         self._sdk, self._made, self._folder, self._on_stop = sdk, made, folder, on_stop
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        there = f"cd {shlex.quote(self._folder)} 2>/dev/null\n{command}"  # the first command makes the folder
-        words = shlex.join(wrapped_command(there, timeout_s))
+        words = shlex.join(wrapped_command(command, timeout_s, self._folder))
         with _as_ours(self._sdk, BoxGone):
             try:
                 limit = timeout_s + KILL_AFTER_S + ANSWER_S
@@ -89,19 +90,16 @@ class E2bBox:
 
     def read(self, path: str) -> bytes:
         with _as_ours(self._sdk, BoxGone):
-            return bytes(self._made.files.read(self._place(path), format="bytes", user="root"))
+            return bytes(self._made.files.read(posixpath.join(self._folder, path), format="bytes", user="root"))
 
     def write(self, path: str, data: bytes) -> None:
         with _as_ours(self._sdk, BoxGone):
-            self._made.files.write(self._place(path), data, user="root")
+            self._made.files.write(posixpath.join(self._folder, path), data, user="root")
 
     def stop(self) -> None:
         self._on_stop()
         with _as_ours(self._sdk, ProviderFailed):
             self._made.kill()
-
-    def _place(self, path: str) -> str:
-        return path if path.startswith("/") else f"{self._folder}/{path}"
 
 
 class _Listed(E2bBox):
@@ -142,11 +140,3 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
         raise kind(f"the quota of boxes is reached: {error}. Use fewer rollouts at once, or ask for more") from error
     except Exception as error:
         raise kind(f"{type(error).__name__}: {error}") from error
-
-
-def _sdk() -> Any:
-    try:
-        import e2b  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as missing:
-        raise InnerError("boxes of E2B need its SDK, which is not installed. `pip install e2b`") from missing
-    return e2b

@@ -11,8 +11,8 @@ Not promised: the SDK's interface, which is experimental. Tested with huggingfac
 with the Hub.
 """
 
+import posixpath
 import re
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -79,19 +79,18 @@ class HfBox:
         self._sdk, self._id, self._namespace, self._folder, self._made = sdk, id, namespace, folder, made
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        there = f"cd {shlex.quote(self._folder)} 2>/dev/null\n{command}"  # the first command makes the folder
-        words = [*as_user(user), *wrapped_command(there, timeout_s)]
+        words = [*as_user(user), *wrapped_command(command, timeout_s, self._folder)]
         with _as_ours(BoxGone):
             ran = self._connected().run(words, timeout=timeout_s + KILL_AFTER_S + ANSWER_S, check=False)
             return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout))
 
     def read(self, path: str) -> bytes:
         with self._file_errors(FileNotFoundError, path):
-            return self._connected().files.read(self._place(path))
+            return self._connected().files.read(posixpath.join(self._folder, path))
 
     def write(self, path: str, data: bytes) -> None:
         with self._file_errors(FileExistsError, path):
-            self._connected().files.write(self._place(path), data)
+            self._connected().files.write(posixpath.join(self._folder, path), data)
 
     def stop(self) -> None:
         with _as_ours(ProviderFailed):
@@ -127,9 +126,6 @@ class HfBox:
 
     def _stage(self) -> str:
         return str(self._sdk.HfApi().inspect_job(job_id=self._id, namespace=self._namespace).status.stage)
-
-    def _place(self, path: str) -> str:
-        return path if path.startswith("/") else f"{self._folder}/{path}"
 
 
 def _labels_of(labels: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ five minutes. Tested with modal 1.6.4 and a server of the tests, not with Modal.
 """
 
 import asyncio
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -57,7 +56,7 @@ class ModalBoxes:
                 app=self._app, image=image, name=f"box-{sha256(owner.key.encode()).hexdigest()[:32]}",
                 tags={**MADE_BY, **owner.labels, "folder": recipe.folder}, timeout=int(recipe.ttl_s), **self._more,
             )  # fmt: skip
-            made = asyncio.run(_within(coming, timeout_s))
+            made = asyncio.run(asyncio.wait_for(coming, timeout_s))
         return ModalBox(self._sdk, made, recipe.folder)
 
     def find(self, labels: Mapping[str, str]) -> Sequence["ModalBox"]:
@@ -74,8 +73,7 @@ class ModalBox:
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         with _as_ours(self._sdk, BoxGone):
-            there = f"cd {shlex.quote(self._root())} 2>/dev/null\n{command}"  # the first command makes the folder
-            words = [*as_user(user), *wrapped_command(there, timeout_s)]
+            words = [*as_user(user), *wrapped_command(command, timeout_s, self._root())]
             limit = int(timeout_s + KILL_AFTER_S + ANSWER_S)
             code, raw = self._run(words, limit)
             return Ran(137 if code < 0 else code, read_output(raw))
@@ -114,10 +112,6 @@ class ModalBox:
 
     def _place(self, path: str) -> str:
         return path if path.startswith("/") else f"{self._root()}/{path}"
-
-
-async def _within(coming: Any, timeout_s: float) -> Any:
-    return await asyncio.wait_for(coming, timeout_s)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from inner.errors import InnerError
@@ -38,6 +39,10 @@ from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 AGAIN_S = 30.0  # seconds for a start after a start that got no box; several whole budgets would look like a hang
+KINDS = {
+    "local": ("local", "LocalBoxes"), "e2b": ("e2b_boxes", "E2bBoxes"), "modal": ("modal_boxes", "ModalBoxes"),
+    "hf": ("hf_boxes", "HfBoxes"),
+}  # fmt: skip
 SWEEPS = 5  # at most so many tries of `sweep` until the provider's list is empty
 
 
@@ -236,20 +241,7 @@ class OpenedLater:
 
 def open_provider(name: str, **options: Any) -> BoxProvider:
     """Return the provider of this name.   Raises InnerError for other names.   options: its constructor's arguments."""
-    if name == "local":
-        from inner.extras.boxes.local import LocalBoxes
-
-        return LocalBoxes(**options)
-    if name == "e2b":
-        from inner.extras.boxes.e2b_boxes import E2bBoxes
-
-        return E2bBoxes(**options)
-    if name == "modal":
-        from inner.extras.boxes.modal_boxes import ModalBoxes
-
-        return ModalBoxes(**options)
-    if name == "hf":
-        from inner.extras.boxes.hf_boxes import HfBoxes
-
-        return HfBoxes(**options)
-    raise InnerError(f"there is no provider of boxes {name!r}. Name one of: {', '.join(PROVIDERS)}.")
+    if name not in PROVIDERS:
+        raise InnerError(f"there is no provider of boxes {name!r}. Name one of: {', '.join(PROVIDERS)}.")
+    module, kind = KINDS[name]
+    return getattr(import_module(f"inner.extras.boxes.{module}"), kind)(**options)

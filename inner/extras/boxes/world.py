@@ -82,7 +82,8 @@ class HarborEnvironment:
         """Begin the task of this row in a box of its own."""
         self._end()
         self._episode += 1
-        self._now = Episode(self._starter, self._owner(), load_harbor(harbor), self._tell)
+        owner = BoxOwner(*self._session, f"{self._place}-{self._episode}")
+        self._now = Episode(self._starter, owner, load_harbor(harbor), self._tell)
         if self._now.begin():
             self._shared.told = False
 
@@ -171,10 +172,6 @@ class HarborEnvironment:
         text = f"{used.boxes} boxes, {used.seconds:.0f} box-seconds"
         price = self._starter.provider.price_per_hour  # it depends on the provider's options, which are not in run.toml
         self._host.emit("boxes_used", text, boxes=used.boxes, box_s=used.seconds, usd_per_hour=price)
-
-    def _owner(self) -> BoxOwner:
-        run, slot, generation = self._session
-        return BoxOwner(run, slot, generation, f"{self._place}-{self._episode}")
 
 
 def harbor_environment(

@@ -148,7 +148,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="write a prompts file for inner.data.prompts here")
     asked = parser.parse_args()
     made = 0
-    for made, task in enumerate(_asked_tasks(asked), 1):
+    tasks = _all_tasks(asked) if asked.repo is None else islice(_repository_tasks(asked), asked.most)
+    for made, task in enumerate(tasks, 1):
         _write(task, asked.to, asked.prompts, first=made == 1)
     if not made:
         raise InnerError("no task could be made. Give --tests more tests, or another repository.")
@@ -163,10 +164,6 @@ def _write(task: DeletionTask, to: Path | None, prompts: Path | None, *, first: 
     if prompts is not None:
         with prompts.open("w" if first else "a") as rows:
             rows.write(json.dumps(prompt_row(task)) + "\n")
-
-
-def _asked_tasks(asked: Any) -> Iterator[DeletionTask]:
-    return _all_tasks(asked) if asked.repo is None else islice(_repository_tasks(asked), asked.most)
 
 
 def _all_tasks(asked: Any) -> Iterator[DeletionTask]:

@@ -18,7 +18,6 @@ the run's start model (made by llama.cpp's convert_hf_to_gguf.py --outtype q8_0)
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,15 @@ from torch import Tensor
 
 from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+from inner.optional import optional
 
 ARCHITECTURES = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}  # -> tensors whose rows are permuted
 CONTEXT = 4096  # tokens of a prompt and its completion
 ERROR = 4  # llama.cpp's level of errors
+ABSENT = (
+    "--engine llama_cpp needs the package llama-cpp-python, which cannot be imported here ({}). `pip "
+    "install llama-cpp-python==0.3.36` builds it (a C++ compiler, some minutes)"
+)
 
 
 class LlamaEngine:
@@ -40,7 +44,7 @@ class LlamaEngine:
     name, together = "llama_cpp", 1
 
     def __init__(self, path: Path, config: Any, *, folder: Path, context: int = CONTEXT) -> None:
-        self._cpp = _llama_cpp()
+        self._cpp = optional("llama_cpp", ABSENT)
         self._said = ""
         self._listen = self._cpp.llama_log_callback(self._note)  # keep a reference: llama.cpp calls it later
         self._cpp.llama_log_set(self._listen, ctypes.c_void_p(0))
@@ -156,13 +160,3 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
     """Return the rows of q or k in llama.cpp's order: each head's halves interleaved."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, rows.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
-
-
-def _llama_cpp() -> Any:
-    try:
-        return import_module("llama_cpp")
-    except ImportError as error:
-        raise InnerError(
-            f"--engine llama_cpp needs the package llama-cpp-python, which cannot be imported here ({error}). `pip "
-            "install llama-cpp-python==0.3.36` builds it (a C++ compiler, some minutes)"
-        ) from error

@@ -14,7 +14,6 @@ angles.  All of these are refused by name.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+from inner.optional import optional
 
 PIECE = 512  # tokens of a prompt that are read in one forward
 PREFIX, PARTS = "base_model.model.", {"A": "lora_a", "B": "lora_b"}  # PEFT's names -> mlx_lm's; MLX has them transposed
@@ -178,10 +178,8 @@ def window_of(config: dict[str, Any]) -> float:
 
 
 def _mlx(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise InnerError(
-            f"--engine mlx needs the package mlx-lm, which cannot be imported here ({error}). On a Mac `pip install "
-            "mlx-lm==0.32.2`, elsewhere `pip install 'mlx-lm[cpu]==0.32.2'`"
-        ) from error
+    return optional(
+        module,
+        "--engine mlx needs the package mlx-lm, which cannot be imported here ({}). On a Mac `pip install "
+        "mlx-lm==0.32.2`, elsewhere `pip install 'mlx-lm[cpu]==0.32.2'`",
+    )

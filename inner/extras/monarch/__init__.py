@@ -36,19 +36,9 @@ if TYPE_CHECKING:
     from inner.extras.monarch.rounds import Round, read_weights, write_weights
 
 __all__ = [
-    "GeneratorActor",
-    "ReplayPool",
-    "Replica",
-    "ReplicaActor",
-    "ReplicaPlan",
-    "Round",
-    "SDPOTeacherActor",
-    "TeacherReplayActor",
-    "TrainerActor",
-    "ask_pool",
-    "read_weights",
-    "write_weights",
-]
+    "GeneratorActor", "ReplayPool", "Replica", "ReplicaActor", "ReplicaPlan", "Round", "SDPOTeacherActor",
+    "TeacherReplayActor", "TrainerActor", "ask_pool", "read_weights", "write_weights",
+]  # fmt: skip
 
 _HOME = {
     **dict.fromkeys(("Replica", "ReplicaActor"), "replica"),

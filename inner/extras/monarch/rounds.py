@@ -64,29 +64,22 @@ class _Order:
     replicas: int
 
 
+@dataclass(eq=False)
 class RoundTrainer:
     """Computes rounds, one after the other: run(t, θ_t, replicas=n) -> Round.
 
     steps: H.   fit: called with each new loop before it trains, to replace parts of it.
     Raises InnerError for a config whose rounds depend on more than their inputs."""
 
-    def __init__(
-        self,
-        config: InnerConfig,
-        model_dir: Path,
-        files: Files,
-        seeds: Seeds,
-        *,
-        steps: int,
-        fit: Callable[[InnerLoop], None] = lambda loop: None,
-    ) -> None:
-        refuse_unrepeatable(config, steps)
-        self._config = config
-        self._model_dir = model_dir
-        self._files = files
-        self._seeds = seeds
-        self._steps = steps
-        self._fit = fit
+    config: InnerConfig
+    model_dir: Path
+    files: Files
+    seeds: Seeds
+    steps: int
+    fit: Callable[[InnerLoop], None] = lambda loop: None
+
+    def __post_init__(self) -> None:
+        refuse_unrepeatable(self.config, self.steps)
         self._session: _Session | None = None
         self._ended: Round | None = None
 
@@ -117,10 +110,10 @@ class RoundTrainer:
         """Open a loop that begins at round t, on a new model: a second trainer on one model would wrap its forward
         again."""
         self.close()
-        seeds = replace(self._seeds, start=t * self._steps)
-        loop = build_inner(self._config, self._model_dir, self._files, seeds)
-        self._fit(loop)
-        self._session = _Session(loop, self._seeds.noise, self._steps)
+        seeds = replace(self.seeds, start=t * self.steps)
+        loop = build_inner(self.config, self.model_dir, self.files, seeds)
+        self.fit(loop)
+        self._session = _Session(loop, self.seeds.noise, self.steps)
 
 
 class _Session:

@@ -21,13 +21,12 @@ Not promised: that the thresholds of one model and GPU fit others: measure hones
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inner.errors import InnerError
+from inner.optional import optional
 
 TOPK = 128
 BATCH = 32  # tokens per proof
@@ -147,11 +146,9 @@ def _parse(proof: str) -> Any:
 
 
 def _toploc() -> Any:
-    try:
-        return import_module("toploc")
-    except ImportError as error:
-        raise InnerError(
-            f"TOPLOC's proofs need the package toploc, which cannot be imported here ({error}). Its wheel does not "
-            "load with this torch: `pip install toploc==0.1.6 --no-binary toploc --no-build-isolation` builds it "
-            "(setuptools and g++, three minutes). `check_rollouts` needs no package."
-        ) from error
+    return optional(
+        "toploc",
+        "TOPLOC's proofs need the package toploc, which cannot be imported here ({}). Its wheel does not "
+        "load with this torch: `pip install toploc==0.1.6 --no-binary toploc --no-build-isolation` builds it "
+        "(setuptools and g++, three minutes). `check_rollouts` needs no package.",
+    )

@@ -1,7 +1,7 @@
 """docs/configuration.md, made from the dataclasses that declare the settings.
 
     RunConfig ──▶ one table per table of a run.toml: key · type · default · mark · sentence
-    python -m diloco.run.reference writes it
+    python -m tests.support.reference writes it
     FIRST_RUN (keys that `diloco init` writes), TUNING ──▶ mark; a key in neither is for experts
 
 Not promised: explanations. The guides explain how to use the settings.
@@ -12,18 +12,18 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import Any
 
 from diloco.run.config import RunConfig
 from inner.settings.tables import Bounds, Table, default_of, field_types, table_class
 from inner.settings.trl import HANDED_THROUGH, OWNED
 from inner.settings.trl_fields import TRL_FIELDS, TRL_VERSION
+from tests.support.site_pages import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = DOCS / "configuration.md"
 HEAD = """# Every setting of a run.toml
 
-The command `python -m diloco.run.reference` makes this page from the code. A key that you leave out has its default.
+The command `python -m tests.support.reference` makes this page from the code. A key that you leave out has its default.
 A dash (–) means no default, or a default that depends on the model. TOML takes dotted keys: `sdpo.weight = 0.1`
 below `[inner]` is `weight = 0.1` below `[inner.sdpo]`. Paths are relative to the folder of run.toml. The guides are
 [channels.md](channels.md) and [operations.md](operations.md).
