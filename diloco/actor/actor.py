@@ -15,16 +15,19 @@ place, the slower one's work is lost.  An actor that is too slow for all places 
 only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
-makes no offer, and no replica waits for an actor.
+makes no offer, and no replica waits for an actor. An actor that you start by hand ends after fleet.give_up_s without
+any replica; a supervisor's actor ends with the run, or when the supervisor asks it to leave.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
 
 import argparse
 import itertools
+import math
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,11 +46,11 @@ from diloco.run.config import ConfigError, derive_seed
 from diloco.run.record import Run
 from inner import Seeds, build_inner
 from rendezvous import layout
-from rendezvous.agreement.membership import read_control, write_control
+from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError, StoreError
 from rendezvous.records.records import Claim, new_nonce
-from rendezvous.store import put_once
+from rendezvous.store import Readable, put_once
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
@@ -179,13 +182,15 @@ class Actor:
         return f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each{slow}"
 
 
-def act_in_session(run: Run, session: Session, engine: str = "") -> int:
-    """Sample until the run is over, or the actor has to leave.   Return the exit code."""
+def act_in_session(run: Run, session: Session, engine: str = "", *, patience_s: float = math.inf) -> int:
+    """Sample until the run is over, or the actor has to leave.   Return the exit code.
+
+    patience_s: seconds without any replica's heartbeat after which GaveUp is raised."""
     refuse_actors(run.config)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
         actor = Actor(run, session, scratch, engine or run.config.fleet.actor_engine)
         session.emit("joined", step=session.rv.members.status.step)
-        end = _act_to_the_end(actor, run, session)
+        end = _act_to_the_end(actor, run, session, patience_s)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
     session.rv.members.write_leave_beat()
     session.end()
@@ -193,8 +198,9 @@ def act_in_session(run: Run, session: Session, engine: str = "") -> int:
     return end[0]
 
 
-def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]:
+def _act_to_the_end(actor: Actor, run: Run, session: Session, patience_s: float) -> tuple[int, str]:
     pause, looked = IDLE_S, session.clock.now()
+    heard = Heard(patience_s, looked)
     while True:
         session.rv.members.refuse_if_fenced()
         if session.rv.is_leaving:
@@ -205,11 +211,35 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session) -> tuple[int, str]
             if steps and run.store.get(layout.commit_key(steps - 1)) is not None:
                 return exitcodes.DONE, f"all {steps} outer steps are committed"
             looked = session.clock.now()
+            heard.refuse_silence(run.store, session.rv.wanted.slot_names, looked)
         if actor.act():
             pause = IDLE_S
             continue
         SessionHost(session).pause(pause)
         pause = min(2 * pause, LONGEST_IDLE_S)  # each look costs requests
+
+
+@dataclass
+class Heard:
+    """The last change of any replica's heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
+
+    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: of the heartbeats, by slot."""
+
+    patience_s: float
+    at: float
+    counters: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def refuse_silence(self, store: Readable, slots: Iterable[str], now: float) -> None:
+        """Look at the heartbeats.   Raise GaveUp if they have been silent for too long."""
+        beats = [beat for slot in slots if (beat := read_beat(store, slot)) is not None]
+        if (counters := {beat.slot: (beat.generation, beat.n) for beat in beats}) != self.counters:
+            self.at, self.counters = now, counters
+        if now - self.at > self.patience_s:
+            raise GaveUp(
+                f"no replica of this run has written a heartbeat for {now - self.at:.0f} s (fleet.give_up_s), so this "
+                f"actor has nothing to sample for. `diloco status {shlex.quote(store.url)}` shows the run. Start the "
+                "actor again when the run goes on"
+            )
 
 
 def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:
@@ -262,5 +292,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RendezvousError) as error:
         print(f"actor: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
-    act = partial(act_in_session, engine=typed.engine)
+    act = partial(act_in_session, engine=typed.engine, patience_s=run.timing.give_up)
     return run_member(typed.url, name, act, parent=typed.parent, generation=generation)

@@ -11,6 +11,8 @@ Rollouts that were not recorded are made again, with the session's seeds.
     differs  another pseudogradient than these rollouts, rows and settings give
 
 A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
+A gone bundle of a replacement's first outer step is made again with the replacement's seeds. If it was a predecessor's,
+the pseudogradient may differ without a fault: it is listed as not checked.
 
 Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
 codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of
@@ -201,7 +203,7 @@ class _Session(StandIn):
         loop: Any = build_inner(run.config.inner, model, files, seeds, REJOIN_WARMUP, scratch=scratch / "inner")
         refuse_other_base(record.base, loop.model)
         if hasattr(loop, "trainer"):
-            self._recorded = _Recorded(self._run, self._store, self._holder, self._to)
+            self._recorded = _Recorded(self._run, self._store, self._holder, self._to, before.outer_steps + self._step)
             record_rollouts(loop.trainer, self._recorded)
         with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:
             progress = lambda: outer.progress(before.outer_steps, run.config.fleet.steps)  # noqa: E731
@@ -307,8 +309,8 @@ class _Session(StandIn):
             self._to.close.append(share)
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
-        if self._other_versions:
-            text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {self._other_versions}"
+        if doubts := self._other_versions or (self._recorded.inherited if self._recorded is not None else ""):
+            text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
             self._to.unchecked.append(text)
             return
         text = f"its rollouts, rows and settings give another pseudogradient{how}"
@@ -348,9 +350,9 @@ class _Session(StandIn):
 
 
 class _Recorded(BucketPlaces):
-    """The bundles of a session, for reading only."""
+    """The bundles of a session, for reading only.   began: the outer step of its first offer, counted as in places."""
 
-    def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed) -> None:
+    def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed, began: int) -> None:
         slot, generation = holder
         super().__init__(
             store,
@@ -369,6 +371,8 @@ class _Recorded(BucketPlaces):
         self._has_actors = read_control(store).most_actors > 0 or any(
             slot and layout.is_actor(slot) for slot in claimed
         )
+        self._inherits_at = began if run.config.fleet.record_rollouts and generation > 1 else -1
+        self.inherited = ""  # the rollouts that are gone and perhaps came with an earlier session's random states
         self.lost = ""  # the rollouts that are gone and cannot be made again: an actor may have sampled them
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
@@ -389,6 +393,8 @@ class _Recorded(BucketPlaces):
         self._attempt = 0
         if not self.lost and (self._has_actors or self._has_verdict(place)):
             self.lost = f"{self._key(place)} is gone or cannot be used; its rollouts may be from an actor"
+        if not self.inherited and place.outer == self._inherits_at:
+            self.inherited = f"{self._key(place)} is gone, which an earlier session may have sampled"
         return None
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:

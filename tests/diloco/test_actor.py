@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from diloco.actor import main
-from diloco.actor.actor import Actor
+from diloco.actor.actor import Actor, _act_to_the_end
 from diloco.actor.places import (
     Pace,
     Speed,
@@ -36,6 +36,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
+from rendezvous.errors import GaveUp
 from rendezvous.records.records import Beat, Claim
 from rendezvous.records.rollouts import Rollouts, read_record
 from rendezvous.stores.memory import MemoryStore
@@ -366,6 +367,28 @@ def test_after_the_runs_end_an_actor_takes_no_name(tmp_path: Path, capsys: pytes
     assert main([fleet.url]) == exitcodes.DONE
     assert "outer steps are committed; nothing to do" in capsys.readouterr().out
     assert not read_control(store).guests and not store.list("replicas/")
+
+
+@pytest.mark.parametrize(("beating_s", "ends_at"), [(0.0, 600.0), (2000.0, 2600.0)])
+def test_an_actor_by_hand_ends_when_no_replica_has_been_alive_for_long(beating_s: float, ends_at: float) -> None:
+    """It had waited for ever, also on a rented GPU.   A slow inner step changes only the heartbeat's counter."""
+    clock, store = ManualClock(), MemoryStore("memory://run")
+
+    def act() -> bool:
+        assert clock.at < 10_000, "it waits for ever"
+        if clock.at <= beating_s:
+            beat = Beat(slot="r00", generation=1, n=int(clock.at), phase="train", step=0, inner=0, rate=0.0, at=0.0)
+            store.put(layout.beat_key("r00"), beat.encode())
+        return False
+
+    wanted = SimpleNamespace(steps=100, slot_names=["r00", "r01"])
+    members = SimpleNamespace(refuse_if_fenced=lambda: None, generation=1)
+    rv = SimpleNamespace(members=members, is_leaving=False, wanted=wanted, slot="a00", generation=1)
+    session: Any = SimpleNamespace(clock=clock, rv=rv, flush_soon=lambda: None)
+    run: Any = SimpleNamespace(store=store)
+    with pytest.raises(GaveUp, match=r"no replica .* heartbeat for 6\d\d s .*`diloco status memory://run`"):
+        _act_to_the_end(SimpleNamespace(act=act), run, session, 600.0)  # pyright: ignore
+    assert ends_at <= clock.at < ends_at + 50
 
 
 @pytest.mark.parametrize(

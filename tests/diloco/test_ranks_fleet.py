@@ -186,6 +186,8 @@ def test_a_rank_that_hangs_ends_its_session_unless_its_reward_is_tried_again(
     fleet.start("r00", TEST_DEVICES="2")
     assert fleet.wait() == {"r00": [code]}, fleet.logs()
     assert report_of(fleet).sessions[0].end == end
+    stands = fleet.log("r00").read_text().partition("rank 1 stands here:\n")[2]
+    assert ("rewards.py" in stands and " in score" in stands) == (end == "hung"), "rank 0 waits in an all_gather"
 
 
 AWAY = """

@@ -26,7 +26,7 @@ from inner.train.build import build_inner
 from rendezvous import layout
 from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
-from rendezvous.errors import StoreFull, StoreRefused
+from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.records.records import Offer
 from rendezvous.records.rollouts import read_record
@@ -37,6 +37,7 @@ from rendezvous.stores.run_key import under_key
 from tests.diloco.test_channels_fleet import INNER, write_pairs
 from tests.inner.test_recorded import a_bundle
 from tests.inner.test_toolworld import SMALL, small_folder
+from tests.support.fakes import ManualClock
 from tests.support.fleet import Fleet
 
 PLAIN = {name: value for name, value in INNER.items() if name not in ("sdpo", "replay")}
@@ -142,6 +143,12 @@ def test_the_last_outer_steps_bundles_are_counted_in_the_log(tmp_path: Path) -> 
     fleet.start("r01")
     assert fleet.wait() == {"r00": [0], "r01": [-9, 0]}, fleet.logs()
     assert [(e["step"], e["bundles"] > 0) for e in events(fleet, "rollouts_found")] == [(1, True)]
+    shutil.rmtree(Path(fleet.url) / "rollouts")  # r01-2 had random states that its own seeds do not give
+    found = audited(fleet)
+    assert found.equal == 3 and not found.off, found
+    (text,) = found.unchecked
+    assert "the pseudogradient of r01-2 in step 1 differs" in text
+    assert "and rollouts/r01/0000000004/0000.0.bundle is gone, which an earlier session may have sampled" in text
 
 
 def _frozen(fleet: Fleet, to: Path, rollouts: int) -> None:
@@ -201,10 +208,10 @@ class Trouble:
         raise self._error
 
 
-def places(store: Any, told: list[Any] | None = None, **changes: Any) -> BucketPlaces:
+def places(store: Any, told: list[Any] | None = None, clock: Any = None, **changes: Any) -> BucketPlaces:
     named = {"run": "n", "slot": "r01", "by": 1, "engine": "transformers", **changes}
     emit = (lambda event, **fields: told.append((event, fields))) if told is not None else lambda *_, **__: None
-    return BucketPlaces(store, SystemClock(), emit, **named)
+    return BucketPlaces(store, clock or SystemClock(), emit, **named)
 
 
 FITS = lambda bundle: ""  # noqa: E731
@@ -329,6 +336,14 @@ def test_a_store_that_takes_nothing_costs_the_record_and_not_the_step() -> None:
     full = Trouble(MemoryStore("memory://x"), StoreRefused("the quota is full"))
     assert places(full, told).put(HERE, made, FITS) is made
     assert told[0][0] == "rollouts_lost" and "the quota is full" in told[0][1]["text"]
+
+
+def test_the_words_about_a_store_without_an_answer_are_for_a_run_that_goes_on() -> None:
+    (made, _), told, clock = a_bundle(), list[Any](), ManualClock()
+    away = Trouble(MemoryStore("memory://x"), StoreUnclear("cannot write: 503 SlowDown"))
+    silent = places(away, told, clock=clock)
+    assert silent.put(HERE, made, FITS) is made and clock.now() >= 30
+    assert told[0][1]["text"] == "these rollouts are not recorded: cannot write: 503 SlowDown (tried for 30 s)"
 
 
 def test_a_replica_does_not_wait_for_space_for_its_bundles() -> None:

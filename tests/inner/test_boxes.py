@@ -671,6 +671,48 @@ def test_a_full_disk_leaves_each_command_its_own_namespaces(boxes: LocalBoxes, m
     assert box.exec(IS_UP, user="user", timeout_s=30).code == 1
 
 
+def full_for(monkeypatch: pytest.MonkeyPatch, name: str, times: int, part: str = "", code: int = errno.ENOSPC) -> None:
+    """Let the first `times` calls of this method of Path fail, for paths with `part`."""
+    left, original = [times], getattr(Path, name)
+
+    def write(self: Path, data: Any) -> int:
+        if part in str(self) and left[0] > 0:
+            left[0] -= 1
+            raise OSError(code, os.strerror(code), str(self))
+        return original(self, data)
+
+    monkeypatch.setattr(Path, name, write)
+
+
+def test_a_full_disk_gives_no_box_and_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = LocalBoxes(tmp_path / "boxes", wrap=namespaces)
+    full_for(monkeypatch, "write_text", 1, "box.json")
+    with pytest.raises(ProviderFailed, match=r"cannot keep a local box: .*No space left .*box\.json.*Free some space"):
+        boxes.start(OWNER, BoxRecipe(), timeout_s=1)
+    assert list((tmp_path / "boxes").iterdir()) == []
+
+
+@real
+def test_a_box_gets_its_files_once_there_is_space_again(boxes: LocalBoxes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said that the task's Dockerfile is wrong, and the session ended."""
+    full_for(monkeypatch, "write_bytes", 2)
+    clock = VirtualClock()
+    box = BoxStarter(boxes, clock=clock, sleep=clock.sleep, seed=0).start(OWNER, BoxRecipe(files={"/app/a": b"one"}))
+    assert box.read("a") == b"one" and clock() > 1 and len(boxes.find({})) == 1
+    full_for(monkeypatch, "write_bytes", 1, code=errno.EISDIR)
+    with pytest.raises(InnerError, match=r"cannot take the task's files: .*Correct its Dockerfile"):
+        BoxStarter(boxes, clock=clock, sleep=clock.sleep, seed=0).start(OWNER, BoxRecipe(files={"/app/a": b"one"}))
+
+
+@real
+def test_a_full_disk_at_the_verifiers_files_is_not_the_policys_fault(
+    boxes: LocalBoxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = _harbor(boxes, write_task(tmp_path / "task"))
+    full_for(monkeypatch, "write_bytes", 1, "/tests/")
+    assert env.get_reward() is None
+
+
 KILLED = """import os, sys
 from pathlib import Path
 from inner.extras.boxes.box import BoxOwner, BoxRecipe

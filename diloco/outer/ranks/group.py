@@ -12,8 +12,12 @@ a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 Not promised: several hosts; a rank that waits for a stopped one ends only after PATIENCE.
 """
 
+import faulthandler
+import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -30,6 +34,8 @@ from diloco.run.config import OuterError
 
 PATIENCE = timedelta(hours=2)  # rank 0 may wait for other replicas, and the ranks wait for rank 0
 ABSENT_S = 1800.0  # time for the other ranks to begin their Group; as torch's own limit
+SHOW = signal.SIGUSR2  # makes a rank print where it stands
+SHOW_S = 0.2  # time for a rank to print
 SAY_S = 30.0  # time until a rank says that it waits for the others
 LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets them beside WORLD_SIZE
 _begun = count_up()  # a process's groups; each rank begins them in the same order
@@ -86,6 +92,20 @@ class Group:
                 f"rank {self.index} of {self.count} lost another rank of its replica: {str(error).split('. ')[0]}. "
                 "The replica ends as a whole; its slot is started again"
             ) from error
+
+
+def print_at_request() -> None:
+    """Let `show_ranks` in rank 0 make this rank print its threads' calls.  An environment has a thread of its own."""
+    faulthandler.register(SHOW)
+
+
+def show_ranks() -> None:
+    """Let the other ranks, which have called `print_at_request`, print where they stand.   They share our output."""
+    for rank in (child for child in multiprocessing.active_children() if child.name.startswith("rank ")):
+        print(f"{rank.name} stands here:", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.kill(rank.ident, SHOW)  # type: ignore[arg-type]  # a started process has one
+            time.sleep(SHOW_S)  # two ranks' lines would mix
 
 
 def await_ranks(store: Any, index: int, count: int, absent_s: float) -> None:

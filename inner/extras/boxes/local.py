@@ -14,6 +14,7 @@ memory, processes and disk beyond each command's time limit. Nothing runs withou
 the provider raises SandboxMissing.
 """
 
+import errno
 import json
 import math
 import os
@@ -23,8 +24,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,6 +36,7 @@ from inner.extras.boxes.box import (
     BoxGone,
     BoxOwner,
     BoxRecipe,
+    ProviderFailed,
     Ran,
     read_output,
     wrapped_command,
@@ -46,6 +48,18 @@ HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover
 PROCESSES = "processes"  # in a box's folder: the number of the process that keeps the box's namespaces
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
 Wrap = Callable[[Path, str, str], list[str]]
+LACKS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS}
+
+
+@contextmanager
+def faults_of_machine(kind: type[BoxGone] | type[ProviderFailed]) -> Iterator[None]:
+    """Inside a `with`, raise `kind` for an OSError that this machine causes, and neither the task nor the episode."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in LACKS:
+            raise
+        raise kind(f"this machine cannot keep a local box: {error}. Free some space there, or end processes") from error
 
 
 def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
@@ -80,13 +94,21 @@ class LocalBoxes:
         self._remove_late()
         if fault := local_fault(recipe.image, (recipe.folder, *recipe.files)):
             raise InnerError(fault)
-        home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
+        with faults_of_machine(ProviderFailed):
+            home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
+            try:
+                self._make_folders(home, owner, recipe)
+            except OSError:
+                _remove(home)
+                raise
+        return LocalBox(home, recipe.folder, self._wrap)
+
+    def _make_folders(self, home: Path, owner: BoxOwner, recipe: BoxRecipe) -> None:
         told = {"labels": owner.labels, "until": self._clock() + recipe.ttl_s, "folder": recipe.folder}
         (home / "box.json").write_text(json.dumps(told))
         for name in {*FOLDERS, PurePosixPath(recipe.folder).parts[1]}:
             (home / "root" / name).mkdir(parents=True)
         (home / "root" / recipe.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
-        return LocalBox(home, recipe.folder, self._wrap)
 
     def find(self, labels: Mapping[str, str]) -> Sequence["LocalBox"]:
         """Return the boxes of this machine that have these labels."""
@@ -121,10 +143,12 @@ class LocalBox:
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         """Run a command. After its time limit, it ends."""
-        words = [*self._words(user), *wrapped_command(command, timeout_s)]
-        child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with faults_of_machine(BoxGone):
+            words = [*self._words(user), *wrapped_command(command, timeout_s)]
+            child = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
         try:
             raw, _ = child.communicate(timeout=timeout_s + KILL_AFTER_S + ANSWER_S)
             code = child.returncode  # below 0 if the command killed all processes of the box
@@ -173,10 +197,11 @@ class LocalBox:
         first = target.relative_to(self._root().resolve()).parts[:1]
         if not self._root().joinpath(*first).exists():
             self._end_processes()  # the next namespaces have the new folder
-        target.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(target) and not target.is_file():  # a FIFO would wait for a reader
             raise FileExistsError(f"{path!r} is not a regular file in the box. Remove it.")
-        target.write_bytes(data)
+        with faults_of_machine(BoxGone):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
 
     def stop(self) -> None:
         _remove(self._home)
