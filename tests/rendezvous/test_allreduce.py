@@ -228,6 +228,6 @@ def test_importing_rendezvous_imports_neither_torch_nor_the_rest() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     import rendezvous
 
-    with pytest.raises(AttributeError, match="no 'Quorum'; it has FileStore"):
+    with pytest.raises(AttributeError, match="no attribute 'Quorum'; it has FileStore"):
         _ = rendezvous.Quorum
     assert set(rendezvous.__all__) <= set(dir(rendezvous))
