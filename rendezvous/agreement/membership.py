@@ -382,7 +382,7 @@ class Membership:
         if self.fenced_by > self.generation:
             raise Fenced(
                 f"{self.slot} now belongs to generation {self.fenced_by}; this process (generation "
-                f"{self.generation}) ends. Its offers still count"
+                f"{self.generation}) ends. Its offers and bundles still count"
             )
 
     def claim(self, store: Store, claimed: int = 0) -> int:

@@ -432,7 +432,7 @@ def test_an_actors_bundle_that_is_gone_is_no_fault_of_the_replica(trace: str) ->
         run.store.put(layout.beside_bundle(bundle_key, "verdict"), b"{}")
     elif trace == "claim":
         run.store.put(layout.claim_key("a00", 1), b"{}")
-    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed(), began=0)
     assert recorded.find(HERE, FITS) is None and not to.off
     gone = f"{bundle_key} is gone or cannot be used; its rollouts may be from an actor"
     assert recorded.lost == ("" if trace == "none" else gone)
@@ -441,6 +441,6 @@ def test_an_actors_bundle_that_is_gone_is_no_fault_of_the_replica(trace: str) ->
 def test_an_empty_bundle_is_no_missing_one() -> None:
     run = a_run()
     run.store.put(KEY, b"")
-    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed())
+    recorded = _Recorded(run, run.store, Holder("r01", 1), to := Recomputed(), began=0)
     assert recorded.find(HERE, FITS) is None
     assert to.off == [(HERE.outer, KEY, "r01", "it is empty, or does not have the run's tag")]

@@ -516,6 +516,7 @@ def test_a_first_look_takes_one_round_trip_per_hundred_requests_and_few_more(buc
     assert round_trips.of("status", url) <= len(bucket.requests) / AT_ONCE + 7
 
 
+@pytest.mark.slow
 def test_a_second_look_at_a_run_that_went_on_takes_two(bucket, round_trips) -> None:
     run = long_run(40, 4)
     url = copied(run.store, bucket)

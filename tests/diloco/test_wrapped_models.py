@@ -65,6 +65,7 @@ WRAPPINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("peft", [False, True], ids=["whole", "peft"])
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_wrapped_model_is_the_bare_one(wrapping: str, peft: bool, one_rank: None) -> None:

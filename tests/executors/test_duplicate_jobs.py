@@ -105,6 +105,7 @@ def test_an_old_list_calls_no_job_alive() -> None:
 # -------------------------------------------------------------------- on the Hub
 
 
+@pytest.mark.slow
 def test_the_next_poll_ends_all_but_the_oldest_and_the_handle_goes_on_to_it(hub, tmp_path: Path) -> None:
     executor = made()
     lose(hub)

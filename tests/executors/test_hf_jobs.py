@@ -375,6 +375,7 @@ def test_a_value_that_is_longer_than_the_tail_of_a_log(hub, executor) -> None:
     assert ended(executor, only(executor.launch_replicas([wanted]))).value == "é" * length
 
 
+@pytest.mark.slow
 def test_a_deleted_job_is_lost(hub, executor, tmp_path) -> None:
     handle = only(executor.launch_replicas(waiting(tmp_path, "r00")))
     started(hub, handle)

@@ -576,6 +576,7 @@ def test_a_script_that_raises_before_it_joins_ends_the_run_with_its_traceback(fo
     assert "No module named 'no_such_package'" in said and "train.py raised ModuleNotFoundError" in said
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_callback_ends_the_run_with_its_sentence_alone(folder: Path) -> None:
     """Before: a traceback of 20 lines stood in front of it."""
     (folder / "train.py").write_text(

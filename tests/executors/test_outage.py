@@ -88,6 +88,7 @@ def test_a_lost_answer_is_told_only_after_a_minute(world):
     assert any("cloud gives no answer, for 6" in line for line in shown(world)), shown(world)
 
 
+@pytest.mark.slow
 def test_answers_that_are_lost_now_and_then_are_never_told(world):
     world.started()
     for _ in range(60):

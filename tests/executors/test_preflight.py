@@ -849,6 +849,7 @@ def test_modal_secrets_are_named_as_not_looked_into() -> None:
     assert place_faults.keys_missing("runs/x", Place("slurm"), {"DILOCO_RUN_KEY": "x"}) == ""  # inherits it
 
 
+@pytest.mark.slow
 def test_a_list_of_rewards_is_tried_function_by_function(folder: Path) -> None:
     config = CONFIG.replace('rewards.function = "reward.py:score"\n', "")
     lines = '[inner.rewards.functions]\n"reward.py:score" = 1.0\n"other.py:brief" = 0.2\n'

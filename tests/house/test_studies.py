@@ -69,6 +69,7 @@ def test_it_has_the_bits_of_a_real_fleet(fleet: Fleet, tmp_path: Path) -> None:
     assert not torch.equal(flat(loops[0]), flat(loops[1]))  # each ended where its own inner steps led
 
 
+@pytest.mark.slow
 def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Path) -> None:
     """r01 dies with a durable pseudogradient; its replacement begins with an empty Adam and a shorter round."""
     real = Fleet(tmp_path, inner=ONE_RATE, fleet={"replicas": 2, "min_replicas": 2, "steps": 5})
@@ -94,6 +95,7 @@ def test_it_has_the_bits_of_a_real_fleet_whose_machine_is_replaced(tmp_path: Pat
     thetas.close()
 
 
+@pytest.mark.slow
 def test_overlapped_fragments_have_the_bits_of_a_real_fleet(tmp_path: Path) -> None:
     """Two fragments, τ = 1 and α = ½, with the product's own outer loop in threads."""
     settings = {"sync_every": 4, "fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}

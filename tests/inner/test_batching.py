@@ -175,6 +175,7 @@ def test_stale_steps_of_rollout_count_alike_as_well() -> None:
 # Evaluation
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rows", [4, 8])
 def test_evaluation_with_groups_of_another_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows in groups of two, in a trainer whose groups have eight: siblings are those of the same prompt."""

@@ -155,6 +155,7 @@ def test_the_config_of_the_page_names_this_function_and_its_settings() -> None:
     loss_fn(drawn(0), **loss["kwargs"])
 
 
+@pytest.mark.slow
 def test_it_needs_torch_and_nothing_else() -> None:
     heavy = "{'transformers', 'trl', 'prime_rl'}"
     code = f"import sys; import inner.extras.prime_rl; sys.exit(bool({heavy} & set(sys.modules)))"

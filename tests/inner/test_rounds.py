@@ -61,6 +61,7 @@ def three() -> Iterator[list[Round]]:
     one.close()
 
 
+@pytest.mark.slow
 def test_another_process_would_end_a_round_with_the_same_bits(three: list[Round]) -> None:
     again = trainer().run(2, three[1].weights, three[1].carried)
     assert equal(again.weights, three[2].weights)

@@ -192,6 +192,7 @@ def test_both_contexts_are_checked() -> None:
 # Real chat templates
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("template", ENDS)
 def test_lessons_in_a_real_chat_template_are_aligned(template: str, tmp_path: Path) -> None:
     scope: dict[str, Any] = {}
