@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol, TypeVar
 
-from rendezvous.errors import HeartbeatLost, RendezvousError
+from rendezvous.errors import GaveUp, HeartbeatLost, RendezvousError
 
 T = TypeVar("T")
 
@@ -62,9 +62,14 @@ def submit_reported(background: Background, job: Job, emit: Emit) -> None:
         try:
             job()
         except RendezvousError as error:
-            emit("not_written", trouble=str(error))
+            emit("not_written", trouble=seen_words(error))
 
     background.submit(run_and_report)
+
+
+def seen_words(error: RendezvousError) -> str:
+    """Return an error's words for a replica that goes on: without GaveUp's advice, which is for one that ends."""
+    return str(error.__cause__ or error) if isinstance(error, GaveUp) else str(error)
 
 
 def in_turn(*jobs: Job) -> None:

@@ -33,9 +33,9 @@ from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
-from rendezvous.background import Background, Emit, Worker, submit_reported, together_on
+from rendezvous.background import Background, Emit, Worker, seen_words, submit_reported, together_on
 from rendezvous.clock import Clock
-from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
+from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import read_reach
 from rendezvous.records.digests import digest, required_digest_kind
 from rendezvous.records.records import WireError, new_nonce
@@ -183,7 +183,7 @@ class BucketPlaces:
         try:
             found = self._look(place, unfit)
         except RendezvousError as error:
-            self._emit("rollouts_lost", step=place.outer, text=f"recorded rollouts cannot be read: {_seen(error)}")
+            self._emit("rollouts_lost", step=place.outer, text=f"recorded rollouts cannot be read: {seen_words(error)}")
             found = None
         if found is not None:
             self._found += 1
@@ -216,7 +216,7 @@ class BucketPlaces:
             self.after_put(place)
             return stands
         except RendezvousError as error:
-            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {_seen(error)}")
+            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {seen_words(error)}")
             return made
 
     def deliver(self, place: BundlePlace, made: Bundle) -> bool:
@@ -230,7 +230,7 @@ class BucketPlaces:
         except RendezvousError as error:
             if isinstance(error, StoreRefused) and not isinstance(error, StoreFull):
                 raise
-            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {_seen(error)}")
+            self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {seen_words(error)}")
             return False
 
     def _put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
@@ -298,9 +298,3 @@ class BucketPlaces:
         if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
             return None, ""  # the door has reported its doubts
         return bundle, why
-
-
-def _seen(error: RendezvousError) -> str:
-    """Return the words about an error after which the replica goes on.   GaveUp's own advice is for one that ends."""
-    patient = f" (tried for {PATIENCE_S:.0f} s)"
-    return f"{error.__cause__}{patient}" if isinstance(error, GaveUp) and error.__cause__ else str(error)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rendezvous import layout
-from rendezvous.background import Background, Emit
+from rendezvous.background import Background, Emit, seen_words
 from rendezvous.clock import Clock
 from rendezvous.errors import Diverged, RendezvousError
 from rendezvous.records.digests import Hasher, required_digest_kind
@@ -241,4 +241,4 @@ class SnapshotWriter:
         if self._now is writing:  # else the snapshot was abandoned
             self._now = None
             self.owes = True
-        self.emit("not_written", trouble=str(error))
+        self.emit("not_written", trouble=seen_words(error))

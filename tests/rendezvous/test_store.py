@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rendezvous.background import Inline, submit_reported
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, RendezvousError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Buffer, PatientStore, Store, put_once
@@ -350,6 +351,14 @@ def test_a_patient_store_gives_up_in_the_end_and_says_what_to_do(verb: str, erro
     with pytest.raises(GaveUp, match=r"60 s.*(disk full|read-only|timeout).*run the same command again"):
         put_once(store, clock, "k", b"v") if verb == "create" else store.put("k", b"v")
     assert 60 <= clock.at < 70
+
+
+def test_a_snapshot_that_is_given_up_tells_no_replica_that_goes_on_to_be_started_again() -> None:
+    inner, clock = bucket(Fault("put", error=StoreUnclear("503 SlowDown"), times=1000))
+    told: list[Any] = []
+    store = PatientStore(inner, clock, 60.0)
+    submit_reported(Inline(), lambda: store.put("k", b"v"), lambda event, **fields: told.append((event, fields)))
+    assert told == [("not_written", {"trouble": "503 SlowDown"})]
 
 
 def test_lost_answers_that_lie_far_apart_are_no_reason_to_give_up() -> None:
