@@ -223,23 +223,30 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session, patience_s: float)
 class Heard:
     """The last change of any replica's heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
 
-    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: of the heartbeats, by slot."""
+    patience_s: limit of the silence; without one, nothing is read.   at: when a heartbeat changed.
+    counters: of the heartbeats, by slot."""
 
     patience_s: float
     at: float
     counters: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def refuse_silence(self, store: Readable, slots: Iterable[str], now: float) -> None:
-        """Look at the heartbeats.   Raise GaveUp if they have been silent for too long."""
-        beats = [beat for slot in slots if (beat := read_beat(store, slot)) is not None]
-        if (counters := {beat.slot: (beat.generation, beat.n) for beat in beats}) != self.counters:
-            self.at, self.counters = now, counters
+        """Look for a heartbeat that has changed, as few as that takes.   Raise GaveUp after a silence."""
+        if not math.isinf(self.patience_s) and any(self._has_changed(store, slot) for slot in slots):
+            self.at = now
         if now - self.at > self.patience_s:
             raise GaveUp(
                 f"no replica of this run has written a heartbeat for {now - self.at:.0f} s (fleet.give_up_s), so this "
                 f"actor has nothing to sample for. `diloco status {shlex.quote(store.url)}` shows the run. Start the "
                 "actor again when the run goes on"
             )
+
+    def _has_changed(self, store: Readable, slot: str) -> bool:
+        beat = read_beat(store, slot)
+        before = self.counters.get(slot)
+        if beat is not None:
+            self.counters[slot] = (beat.generation, beat.n)
+        return before is not None and self.counters[slot] != before
 
 
 def take_name(run: Run, clock: Clock, name: str = "") -> tuple[str, int]:

@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
 
 from diloco.run.combinations import staleness_of
 from diloco.run.config import BUCKET, ConfigError
@@ -40,7 +39,6 @@ from rendezvous.store import Body, Buffer, PatientStore, Store
 PATIENCE_S = 20.0
 AT_ONCE = 1000  # at most so many keys in a DELETE
 KINDS = ("delta", "mean", "snapshot", "bundle")
-R = TypeVar("R", Commit, Mean, Snapshot)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from typing import Any, NoReturn
 from diloco.process import exitcodes
 from diloco.process.disk import is_full
 from diloco.process.full_disk import full_disk_words
-from diloco.process.own_files import read_json
 from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
@@ -225,7 +224,10 @@ class Child:
 
     def value(self) -> Any:
         """Return the entry point's return value; None if there is no file with one."""
-        return read_json(f"{self._files}.result")
+        try:
+            return json.loads(Path(f"{self._files}.result").read_text())
+        except FileNotFoundError:
+            return None
 
     def _pass_on(self) -> None:
         """Read all output and print it.  Read on even if printing fails, because a full pipe stops the child."""

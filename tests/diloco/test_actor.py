@@ -1,5 +1,6 @@
 """Actors: which place one takes, and a fleet that trains on what they sampled."""
 
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from diloco.actor import main
-from diloco.actor.actor import Actor, _act_to_the_end
+from diloco.actor.actor import Actor, Heard, _act_to_the_end
 from diloco.actor.places import (
     Pace,
     Speed,
@@ -389,6 +390,20 @@ def test_an_actor_by_hand_ends_when_no_replica_has_been_alive_for_long(beating_s
     with pytest.raises(GaveUp, match=r"no replica .* heartbeat for 6\d\d s .*`diloco status memory://run`"):
         _act_to_the_end(SimpleNamespace(act=act), run, session, 600.0)  # pyright: ignore
     assert ends_at <= clock.at < ends_at + 50
+
+
+@pytest.mark.parametrize(("patience_s", "most"), [(600.0, 32 + 9), (math.inf, 0)], ids=["by hand", "supervised"])
+def test_an_actor_reads_few_heartbeats(patience_s: float, most: int) -> None:
+    """All of them once, and then one for each look, however many replicas there are; a supervisor's actor none."""
+    store, slots, asked = MemoryStore(), [layout.slot_name(i) for i in range(32)], list[str]()
+    counted: Any = SimpleNamespace(url=store.url, get=lambda key: (asked.append(key), store.get(key))[1])
+    heard = Heard(patience_s, 0.0)
+    for look in range(10):
+        for slot in slots:
+            beat = Beat(slot=slot, generation=1, n=look, phase="train", step=0, inner=0, rate=0.0, at=0.0)
+            store.put(layout.beat_key(slot), beat.encode())
+        heard.refuse_silence(counted, slots, 10.0 * look)
+    assert len(asked) == most and heard.at == (90.0 if most else 0.0)
 
 
 @pytest.mark.parametrize(

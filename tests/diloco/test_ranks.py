@@ -21,7 +21,7 @@ from diloco.audit.inner import recompute_offers
 from diloco.audit.offline_eval import OfflineScorer
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
-from diloco.outer.ranks.group import join_ranks, refuse_missing_gpu
+from diloco.outer.ranks.group import join_ranks, print_at_request, refuse_missing_gpu
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
@@ -369,3 +369,8 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
     for devices in ("1", "2"):
         assert main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR
         assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err
+
+
+def test_a_rank_without_standard_error_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)
+    print_at_request()

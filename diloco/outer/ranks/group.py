@@ -96,7 +96,8 @@ class Group:
 
 def print_at_request() -> None:
     """Let `show_ranks` in rank 0 make this rank print its threads' calls.  An environment has a thread of its own."""
-    faulthandler.register(SHOW)
+    with suppress(RuntimeError, OSError, ValueError):  # a rank without standard error cannot print
+        faulthandler.register(SHOW)
 
 
 def show_ranks() -> None:

@@ -41,7 +41,7 @@ class E2bBoxes:
     price_per_hour = None
 
     def __init__(self, **opts: Any) -> None:
-        self._sdk = optional("e2b", "boxes of E2B need its SDK, which is not installed. `pip install e2b`")
+        self._sdk = optional("e2b", "boxes of E2B need its SDK, which cannot be imported here ({}). `pip install e2b`")
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
