@@ -16,7 +16,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 if os.environ.get("DILOCO_TEST_GPU") != "1":
@@ -126,6 +126,7 @@ def the_wheel_is_packed_once() -> Iterator[None]:
 
     build, made = wheel._build_wheel, dict[Any, bytes]()
 
+    @wraps(build)
     def build_once(project: Any, packages: Any) -> bytes:
         files = [path for package in packages for _, path in wheel._package_files(package)]
         key = repr((project.version, project.read_text("METADATA"), [(p, p.stat().st_mtime_ns) for p in files]))

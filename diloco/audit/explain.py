@@ -157,7 +157,7 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
     leave = facts.leaves.get(f"{slot}-{claim.generation}") if claim else None
     if leave is not None and leave.at <= commit.at:
         return f"generation {leave.generation} had left at {_time(leave.at)} ({leave.reason})"
-    ends = [e for e in facts.events if e["slot"] == slot and e["event"] in (*LAUNCH_ENDS, *SESSION_ENDS)]
+    ends = [event for event in facts.events if event["slot"] == slot and _is_end(event)]
     ended = f"; {ends[-1]['by']} logged at {_time(ends[-1]['at'])}: {_event_words(ends[-1])}" if ends else ""
     own = [one for one in facts.offers if one.offer.slot == slot and one.fate in (LATE, LOST, OPEN)]
     if own:
@@ -173,6 +173,10 @@ def _why_missing(facts: StepFacts, slot: str) -> str:
 def _holder(claims: tuple[Claim, ...], commit: Commit) -> Claim | None:
     """Return the newest claim at the time of the commit."""
     return max((c for c in claims if c.at <= commit.at), key=lambda c: c.generation, default=None)
+
+
+def _is_end(event: dict[str, Any]) -> bool:
+    return event["event"] in (*LAUNCH_ENDS, *SESSION_ENDS)
 
 
 def _late_lines(facts: StepFacts) -> Iterator[str]:

@@ -223,7 +223,7 @@ class Child:
             raise
 
     def value(self) -> Any:
-        """Return the entry point's return value; None if there is no file with one."""
+        """Return the entry point's return value; None without a file that holds it."""
         try:
             return json.loads(Path(f"{self._files}.result").read_text())
         except FileNotFoundError:

@@ -323,7 +323,7 @@ def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Statu
 
 
 def _status_of(executor: Executor, handle: Handle, answer: Status | ExecutorError | None) -> Status:
-    """Return the status by the newest answer, or the last known one if there is no answer."""
+    """Return the status by the newest answer; without an answer, the last known one."""
     if not executor.is_ours(handle):
         return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
     if (why := executor.why_not_started(handle)) is not None:

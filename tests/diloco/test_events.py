@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from diloco.audit.explain import _is_end
 from diloco.audit.step_facts import NOTED
 from diloco.events import DATA, KINDS, LAUNCH_BEGINS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
 from diloco.process.journal import Journal
@@ -130,7 +131,7 @@ def test_a_session_whose_object_was_deleted_has_an_end_and_a_garbage_collection_
 
 def test_the_catalogues_of_readers_come_from_the_table() -> None:
     ends = {*LAUNCH_ENDS, *SESSION_ENDS}
-    assert ends <= {*KINDS}
+    assert all(_is_end({"event": kind}) == (kind in ends) for kind in KINDS)
     assert {*WARNINGS, *ends, "caught_up"} == NOTED
 
 

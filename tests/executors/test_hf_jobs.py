@@ -24,6 +24,7 @@ from executors.platforms.on_hf_jobs.client import HubJob, run_label
 from executors.platforms.on_hf_jobs.executor import END_LINES, HFJobsExecutor
 from executors.platforms.on_hf_jobs.executor import ended as how_it_ended
 from executors.platforms.on_hf_jobs.job_spec import START_S
+from executors.platforms.packages import wheel
 from executors.platforms.packages.wheel import pack_code
 from executors.supervision.hosted import start_hosted
 from rendezvous.clock import SystemClock
@@ -136,6 +137,13 @@ def test_the_code_of_this_tree_is_shipped_once(hub, executor, monkeypatch) -> No
     other = made()
     assert ended(other, only(other.launch_replicas([spec("where", "r04")]))).ok
     assert hub.count("POST", "/batch$") == 1, "what is in the bucket is not sent again"
+
+
+def test_equal_files_give_equal_bytes() -> None:
+    """So a wheel that is in the bucket is not sent again."""
+    build = wheel._build_wheel.__wrapped__  # pyright: ignore  # tests/conftest.py keeps its answers
+    first, second = (build(wheel._own_distribution(), ("inner.tasks", "diloco.actor")) for _ in range(2))
+    assert first == second
 
 
 def test_a_job_gets_the_packages_that_pip_names(hub) -> None:

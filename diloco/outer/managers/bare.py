@@ -9,7 +9,7 @@
 The rendezvous cannot step θ here (θ is inside torchft and your optimizer). So a session that heals from an older
 state repeats the rounds since then. Each repeated round ends with the mean that was committed for it.
 
-Not promised: a check that replicas started from equal θ (there is no flat θ to digest); that old objects are deleted:
+Not promised: a check that replicas started from equal θ (only a flat θ has a digest); that old objects are deleted:
 `keep` has no effect here, and each step leaves its deltas, its mean and its states in the bucket.
 """
 

@@ -127,7 +127,7 @@ class SlurmExecutor(Executor):
         return True
 
     def _launch_one(self, spec: ReplicaSpec) -> Handle | NotStarted:
-        """Submit a job unless another launcher has submitted it; return the handle, or why there is no job."""
+        """Submit a job unless another launcher has submitted it; return the handle, or the fault of the job."""
         folder = self._folder_of(spec)
         try:
             with launches_wait("the jobs' files"):

@@ -83,7 +83,7 @@ def create_exclusively(path: Path) -> bool:
 
 
 def submitted(folder: Path, known: Handle) -> Handle | None:
-    """Return the handle that a launch's submitter wrote; None if there is no such handle."""
+    """Return the handle that a launch's submitter wrote; None without a handle of this launch."""
     return read_card(folder / CARD, known, str(folder))
 
 
