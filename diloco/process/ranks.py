@@ -119,8 +119,8 @@ class Followers:
         """Return a message about the rank whose end explains the others', and its exit code; None if all still run."""
         found: list[tuple[bool, bool, int, int]] = []
         for index, (process, pipe) in enumerate(self._ranks, 1):
-            if wait([process.sentinel], 0):  # the sentinel closes a moment before the exit code is known
-                process.join(SETTLE_S)
+            if wait([process.sentinel], 0):
+                _learn_exit_code(process)
             if process.exitcode or (process.exitcode == 0 and self._is_missed(index)):
                 while index not in self._said and self._hear(index, pipe):
                     pass
@@ -177,6 +177,16 @@ class Followers:
                 os.kill(os.getpid(), signal.SIGKILL if -code in asking_signals() else -code)
                 time.sleep(SETTLE_S)
             os._exit(code if code > 0 else exitcodes.CRASHED)
+
+
+def _learn_exit_code(process: Any) -> None:
+    """Wait until the exit code of a process that has ended is known: a moment later, above all if another thread asks.
+
+    Each Process.start() asks for those of all children, and the thread that comes second learns nothing (ECHILD)."""
+    until = time.monotonic() + SETTLE_S
+    process.join(SETTLE_S)
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _is_stopped(pid: int) -> bool:

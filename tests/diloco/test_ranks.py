@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -185,6 +186,27 @@ def lead_one_without_output(folder: str, raises: bool) -> int:
     followers.settle()
     followers.end()
     return 0
+
+
+def wait_late(pid: int, flags: int, real: Callable[[int, int], tuple[int, int]] = os.waitpid) -> tuple[int, int]:
+    """Wait for a child such that the main thread gets its exit code, and others wait in vain while it stores it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    time.sleep(0.0 if is_main else 0.1)
+    told = real(pid, flags)
+    time.sleep(0.3 if is_main else 0.0)
+    return told
+
+
+def lead_one_whose_exit_code_another_thread_takes(folder: str) -> int:
+    os.waitpid = wait_late
+    return lead_one_without_output(folder, raises=True)
+
+
+def test_a_rank_whose_exit_code_another_thread_learns_first_ends_its_replica(tmp_path: Path) -> None:
+    """Each Process.start() asks for the exit codes of all children; so the watching thread took it for running."""
+    child = context().Process(target=lead_one_whose_exit_code_another_thread_takes, args=(str(tmp_path),))
+    child.start()
+    assert wait(child) == exitcodes.CRASHED
 
 
 @pytest.mark.parametrize(("raises", "code"), [(False, 0), (True, exitcodes.CRASHED)])
