@@ -23,7 +23,7 @@ from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.train.task import load_task
 from inner.usercode.check import check_data, check_inner
-from tests.inner.test_tools_at_once import PATIENCE_S, asks
+from tests.inner.test_tools_at_once import LIMIT_S, PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 
 torch.set_num_threads(1)
@@ -279,7 +279,7 @@ def test_environments_that_say_so_or_are_shared_stay_in_order() -> None:
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_call_in_order_that_hangs_costs_its_rollout_alone(shared: bool) -> None:
-    gate, lanes, many = threading.Event(), Lanes(2, limit_s=0.05), [One(i) for i in range(4)]
+    gate, lanes, many = threading.Event(), Lanes(2, limit_s=LIMIT_S), [One(i) for i in range(4)]
     calls = iter(range(8))
     ones = [many[0]] * 4 if shared else many
     for one in many:
@@ -348,7 +348,7 @@ def test_a_reward_that_exits_in_the_event_loop_has_made_an_error(loop: Any) -> N
 
 def test_an_object_that_lost_its_thread_is_replaced() -> None:
     """Objects in order share one thread: when one call hung, the others' SQLite connections failed for ever."""
-    release, lanes = threading.Event(), Lanes(1, 0.05)
+    release, lanes = threading.Event(), Lanes(1, LIMIT_S)
     pool = [lanes.make(partial(One, i, release.wait if i == 0 else None), ordered=True) for i in range(3)]
     for one in pool:
         one._in_order = True
@@ -619,8 +619,8 @@ def test_an_async_call_that_hangs_is_cancelled_at_its_limit(loop: Any) -> None:
     async def late() -> None:
         raise TimeoutError("the server is slow")
 
-    _, (tools, own) = both([{"t": hang}, {"t": late}], [asks(("t", {}))] * 2, loop, limit_s=0.1, workers=1)
-    with pytest.raises(TimeoutError, match=r"gave no answer within 0\.1 s"):
+    _, (tools, own) = both([{"t": hang}, {"t": late}], [asks(("t", {}))] * 2, loop, limit_s=LIMIT_S, workers=1)
+    with pytest.raises(TimeoutError, match=r"gave no answer within 0\.5 s"):
         ask(loop, tools["t"]())
     with pytest.raises(TimeoutError, match="the server is slow"):
         ask(loop, own["t"]())
@@ -633,7 +633,7 @@ def test_a_plain_call_that_hangs_ends_the_async_ones_of_its_rollout(loop: Any) -
     async def later() -> None: ...
 
     tools = {"later": later, "hang": lambda: release.wait(PATIENCE_S)}
-    (plain,), (of_loop,) = both([tools], [asks(("later", {}), ("hang", {}), ("later", {}))], loop, limit_s=0.1)
+    (plain,), (of_loop,) = both([tools], [asks(("later", {}), ("hang", {}), ("later", {}))], loop, limit_s=LIMIT_S)
     before = of_loop["later"]()
     with pytest.raises(TimeoutError, match="gave no answer"):
         plain["hang"]()
@@ -649,7 +649,7 @@ def test_a_plain_call_that_hangs_ends_the_async_ones_of_its_rollout(loop: Any) -
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_call_that_hangs_costs_its_rollout_alone(workers: int) -> None:
-    gate, lanes = threading.Event(), Lanes(workers, limit_s=0.05)
+    gate, lanes = threading.Event(), Lanes(workers, limit_s=LIMIT_S)
     ones = [One(i, gate.wait if i in (1, 2) else None) for i in range(5)]
     with methods_at_once(ones, "reset", [{}] * 5, lanes):
         assert [one.reset() for one in ones] == [(0, {}), None, None, (3, {}), (4, {})]
@@ -673,7 +673,7 @@ def test_an_async_call_that_ignores_its_cancellation_is_left_behind(loop: asynci
 
     async def nothing() -> None: ...
 
-    ones, lanes = [One(0, nothing), One(1, stubborn), One(2, nothing)], Lanes(2, limit_s=0.05)
+    ones, lanes = [One(0, nothing), One(1, stubborn), One(2, nothing)], Lanes(2, limit_s=LIMIT_S)
     lanes.hung.add(2)
 
     async def all_of_them() -> list[Any]:
