@@ -73,12 +73,14 @@ class Report:
 
     @property
     def began(self) -> float:
-        times = [e["at"] for e in self.events] + [x.claimed for x in self.sessions] + [s.at for s in self.steps]
-        return min(times, default=0.0)
+        """Time of the run's first event.  Actors begin and end nothing, and may have other clocks."""
+        times = [e["at"] for e in self.events if not layout.is_actor(e["who"].partition("-")[0])]
+        times += [s.at for s in self.steps]
+        return min([*times, *(x.claimed for x in self.sessions if is_slot(x.slot))], default=0.0)
 
     @property
     def ended(self) -> float:
-        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.sessions]
+        times = [s.at for s in self.steps] + [x.ended or x.claimed for x in self.sessions if is_slot(x.slot)]
         return max(times, default=self.began)
 
     @property

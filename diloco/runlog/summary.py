@@ -112,11 +112,19 @@ def _curve_lines(report: Report) -> list[str]:
 
 
 def _held_out_lines(report: Report) -> list[str]:
-    if not (found := report.evaluations):
-        return []
-    means = [evaluation.headline[1].mean for evaluation in found]
-    curve = [f"  held out     {means[0]:.3f} {sparkline(means, 48)} {means[-1]:.3f}"] if len(found) > 1 else []
-    return [*curve, f"  held out {evaluation_words(found)}"]
+    means = [evaluation.headline[1].mean for evaluation in report.evaluations]
+    curve = [f"  held out     {means[0]:.3f} {sparkline(means, 48)} {means[-1]:.3f}"] if len(means) > 1 else []
+    return [*curve, *(f"  held out {words}" for words in held_out_words(report))]
+
+
+def held_out_words(report: Report) -> list[str]:
+    """Return the newest evaluation as text, and a text if the run is over and its last θ has none."""
+    found = report.evaluations
+    words = [evaluation_words(found)] if found else []
+    is_over = report.done and all(session.how != "running" for session in report.sessions)
+    if is_over and report.setting("eval", "every", 0) and (not found or found[-1].step < report.head):
+        words.append(f"@{report.head}: not evaluated, its replicas ended before; `diloco eval` does it")
+    return words
 
 
 def channel_words(report: Report) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from types import SimpleNamespace
@@ -15,9 +16,12 @@ from diloco.replica.evaluation import Evaluator
 from diloco.run.data_files import check_held_out, refuse_overlap
 from diloco.run.sections import EvalConfig, EvalError
 from diloco.runlog.evaluation import best_evaluation, evaluation_words, read_evaluations
+from diloco.runlog.reader import Report
+from diloco.runlog.sessions import SessionSummary
+from diloco.runlog.summary import held_out_words
 from inner.settings.inner import InnerConfig
 from inner.settings.task import EVAL
-from rendezvous.agreement.membership import BeatStatus
+from rendezvous.agreement.membership import BeatStatus, Wanted
 
 ROWS = [{"prompt": f"question {i}", "value": i % 7 / 7} for i in range(25)]
 
@@ -210,6 +214,27 @@ def test_the_best_step_is_the_one_with_the_highest_reward() -> None:
     best = best_evaluation(read_evaluations(events))
     assert best is not None and best.step == 5
     assert best_evaluation([]) is None and evaluation_words([]) == ""
+
+
+def test_a_last_evaluation_that_was_lost_is_told() -> None:
+    """A run whose replicas ended before it looked as one whose newest evaluation is that of its end."""
+    sums = [4, 1.0, 1.0]
+    at = [
+        {"event": "evaluated", "step": n, "share": 0, "shares": 1, "prompts": 4, "total": 4, "greedy": {"reward": sums}}
+        for n in (0, 6)
+    ]
+    one = SessionSummary("r00", 1, 1, "here", 0.0, how="killed")
+    report = Report("a", "u", {"eval": {"every": 6}}, Wanted(replicas=1, steps=8), [], [one], at, {}, 0, taken=8)
+    lost = "@8: not evaluated, its replicas ended before; `diloco eval` does it"
+    newest = "@6: greedy 0.250 ± 0.250, 4 prompts"
+    assert held_out_words(report) == [newest, lost]
+    one.how = "running"
+    assert held_out_words(report) == [newest], "it may still come"
+    one.how, report.taken = "killed", 7
+    assert held_out_words(report) == [newest], "a replacement takes the last step"
+    report.events, report.taken = [], 8
+    assert held_out_words(replace(report)) == [lost]
+    assert held_out_words(replace(report, config={})) == []
 
 
 def test_an_evaluation_that_was_cut_short_is_not_the_best() -> None:

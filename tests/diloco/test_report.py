@@ -231,6 +231,17 @@ def test_an_actor_has_lanes_and_a_line_and_is_no_replica(tmp_path):
     assert set(page["counted"]) == {"r00", "r01"} and {e["kind"] for e in page["events"]}.isdisjoint({"sampled"})
 
 
+def test_an_actors_clock_does_not_change_a_runs_age():
+    """An actor by hand, on a laptop whose clock was an hour behind, made the run an hour older in `status`."""
+    plain, b = read_report(killed_and_replaced().store), killed_and_replaced()
+    write_control(b.store, b.clock, actors=2)
+    b.claim("a00", 1, -3600.0)
+    b.tell("a00", 1, -3590.0, "sampled", step=0, prompts=8)
+    b.claim("a01", 1, 3600.0)
+    report = read_report(b.store)
+    assert len(report.sessions) == 5 and (report.began, report.ended) == (plain.began, plain.ended)
+
+
 def test_damaged_log_lines_are_skipped():
     b = killed_and_replaced()
     b.store.put(layout.log_key("r00", 1, 999), b'{"at": 1, "ev\n\xff\xfe\n')

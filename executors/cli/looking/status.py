@@ -31,12 +31,12 @@ from typing import Any, TextIO
 from diloco.process import exitcodes
 from diloco.process.output import raw_output
 from diloco.process.processes import host_words
-from diloco.runlog.evaluation import evaluation_dict, evaluation_words
+from diloco.runlog.evaluation import evaluation_dict
 from diloco.runlog.learning import Curve, learning_words, newest_numbers
 from diloco.runlog.reader import SUPERVISOR, Report, first_and_last
 from diloco.runlog.sessions import SessionSummary, observed_words
 from diloco.runlog.sparkline import sparkline
-from diloco.runlog.summary import actor_words, brief_name, curve_of, kept_words, outer_words, solo_words
+from diloco.runlog.summary import actor_words, brief_name, curve_of, held_out_words, kept_words, outer_words, solo_words
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s, unclaimed_names
@@ -95,7 +95,7 @@ def status_table(report: Report, now: float | None = None, width: int = 80) -> l
         lines += [*sessions, *_failed_start(failed.get(slot), report, width)] or unclaimed.get(slot, [])
     learning = learning_words(newest_numbers(report.steps), without=curve.name)
     numbers = [f"  {learning}"] if learning else []
-    numbers += [f"  held out {words}"] if (words := evaluation_words(report.evaluations)) else []
+    numbers += [f"  held out {words}" for words in held_out_words(report)]
     outer = outer_words(report)
     numbers += [f"  outer step {outer[0]}: {outer[1]}"] if outer else []
     numbers += [f"  {words}" for words in worth_words(worth(report))]
