@@ -99,7 +99,7 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
     try:
         session = Session(
             run.store, slot, run.timing, keep=keep_bytes(run.config.fleet.keep), **of_session,
-            hung_after_s=run.config.fleet.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
+            hung_after_s=run.config.hung_after_s, broadcasts=run.config.fleet.broadcast_weights,
         )  # fmt: skip
     except Fenced as error:
         return _print_end(slot, error, exitcodes.FENCED)

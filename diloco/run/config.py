@@ -158,6 +158,14 @@ class RunConfig:
             fixed["eval"] = {k: v for k, v in self.eval.to_dict().items() if k not in unnamed}
         return fixed if self.rendezvous == BUCKET else {**fixed, "rendezvous": "lighthouse"}  # its address may change
 
+    @property
+    def hung_after_s(self) -> float:
+        """Seconds without an inner step after which a replica may count as hung, 0 for never.
+
+        A tool or an environment may use up its own limit twice: a step may call it several times."""
+        sampling, own = self.inner.sampling, self.fleet.hung_after_s
+        return own and max(own, 2 * (sampling.tool_timeout_s or 0.0), 2 * (sampling.environment_timeout_s or 0.0))
+
     def to_dict(self) -> dict[str, Any]:
         parts = {"outer": asdict(self.outer), "inner": self.inner.to_dict(), "fleet": asdict(self.fleet)}
         parts |= {"log": asdict(self.log)} if self.log.to else {}

@@ -2,14 +2,16 @@
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.process import exitcodes
 from diloco.process.watchdog import Watchdog, where_it_stands
-from diloco.run.config import ConfigError, FleetConfig
+from diloco.run.config import ConfigError, FleetConfig, RunConfig
 from diloco.runlog.reader import Reader
 from executors.supervision.grace import FINISH_S, finish_s
+from inner.settings.inner import InnerConfig
 from rendezvous.records.records import Beat
 from tests.support.audit import check_run
 from tests.support.fakes import ManualClock
@@ -88,6 +90,25 @@ def test_it_names_the_line_where_the_main_thread_stands() -> None:
 def test_a_limit_that_means_nothing_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=r"fleet.hung_after_s = .* must be at least 0"):
         FleetConfig(hung_after_s=value)
+
+
+@pytest.mark.parametrize(
+    ("own", "sampling", "limit"),
+    [
+        (600.0, {}, 600.0),
+        (600.0, {"tool_timeout_s": 30.0, "environment_timeout_s": 300.0}, 600.0),
+        (600.0, {"environment_timeout_s": 900.0}, 1800.0),
+        (100.0, {"tool_timeout_s": 80.0}, 160.0),
+        (0.0, {"environment_timeout_s": 900.0}, 0.0),
+    ],
+)
+def test_a_call_within_its_own_limit_does_not_end_the_session(
+    own: float, sampling: dict[str, Any], limit: float
+) -> None:
+    """A `get_reward` that may take 900 s ended its session after 600 s, and the next session too."""
+    sampling = {"environment": "world.py:World", **sampling}
+    inner = InnerConfig(model="gpt2", data={"prompts": "rows.jsonl"}, sampling=sampling)
+    assert RunConfig(inner=inner, fleet=FleetConfig(hung_after_s=own)).hung_after_s == limit
 
 
 @pytest.mark.parametrize(
