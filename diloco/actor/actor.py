@@ -15,15 +15,14 @@ place, the slower one's work is lost.  An actor that is too slow for all places 
 only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
-makes no offer, and no replica waits for an actor. An actor that you start by hand ends after fleet.give_up_s without
-any replica; a supervisor's actor ends with the run, or when the supervisor asks it to leave.
+makes no offer, and no replica waits for an actor. An actor ends after fleet.give_up_s without any replica; a
+supervisor's actor, if the supervisor is silent, too.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
 
 import argparse
 import itertools
-import math
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -49,6 +48,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control, write_control
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import GaveUp, RendezvousError, StoreError
+from rendezvous.layout import SUPERVISOR
 from rendezvous.records.records import Claim, new_nonce
 from rendezvous.store import Readable, put_once
 from rendezvous.weights.follower import WeightsFollower
@@ -182,15 +182,15 @@ class Actor:
         return f"{self._status.inner} bundles{late}; {self._status.rate:.1f} s each{slow}"
 
 
-def act_in_session(run: Run, session: Session, engine: str = "", *, patience_s: float = math.inf) -> int:
+def act_in_session(run: Run, session: Session, engine: str = "", *, with_supervisor: bool = True) -> int:
     """Sample until the run is over, or the actor has to leave.   Return the exit code.
 
-    patience_s: seconds without any replica's heartbeat after which GaveUp is raised."""
+    with_supervisor: whether the supervisor's heartbeats count, too, in the silence after which GaveUp is raised."""
     refuse_actors(run.config)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
         actor = Actor(run, session, scratch, engine or run.config.fleet.actor_engine)
         session.emit("joined", step=session.rv.members.status.step)
-        end = _act_to_the_end(actor, run, session, patience_s)
+        end = _act_to_the_end(actor, run, session, with_supervisor=with_supervisor)
     session.emit("left", step=session.rv.members.status.step, reason=end[1])
     session.rv.members.write_leave_beat()
     session.end()
@@ -198,9 +198,9 @@ def act_in_session(run: Run, session: Session, engine: str = "", *, patience_s: 
     return end[0]
 
 
-def _act_to_the_end(actor: Actor, run: Run, session: Session, patience_s: float) -> tuple[int, str]:
+def _act_to_the_end(actor: Actor, run: Run, session: Session, *, with_supervisor: bool) -> tuple[int, str]:
     pause, looked = IDLE_S, session.clock.now()
-    heard = Heard(patience_s, looked)
+    heard, leaders = Heard(run.timing.give_up, looked), (SUPERVISOR,) if with_supervisor else ()
     while True:
         session.rv.members.refuse_if_fenced()
         if session.rv.is_leaving:
@@ -211,7 +211,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session, patience_s: float)
             if steps and run.store.get(layout.commit_key(steps - 1)) is not None:
                 return exitcodes.DONE, f"all {steps} outer steps are committed"
             looked = session.clock.now()
-            heard.refuse_silence(run.store, session.rv.wanted.slot_names, looked)
+            heard.refuse_silence(run.store, (*leaders, *session.rv.wanted.slot_names), looked)
         if actor.act():
             pause = IDLE_S
             continue
@@ -221,10 +221,9 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session, patience_s: float)
 
 @dataclass
 class Heard:
-    """The last change of any replica's heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
+    """The last change of any heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
 
-    patience_s: limit of the silence; without one, nothing is read.   at: when a heartbeat changed.
-    counters: of the heartbeats, by slot."""
+    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: of the heartbeats, by slot."""
 
     patience_s: float
     at: float
@@ -232,7 +231,7 @@ class Heard:
 
     def refuse_silence(self, store: Readable, slots: Iterable[str], now: float) -> None:
         """Look for a heartbeat that has changed, as few as that takes.   Raise GaveUp after a silence."""
-        if not math.isinf(self.patience_s) and any(self._has_changed(store, slot) for slot in slots):
+        if any(self._has_changed(store, slot) for slot in slots):
             self.at = now
         if now - self.at > self.patience_s:
             raise GaveUp(
@@ -299,5 +298,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RendezvousError) as error:
         print(f"actor: {error}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if isinstance(error, StoreError | GaveUp) else exitcodes.USER_ERROR
-    act = partial(act_in_session, engine=typed.engine, patience_s=run.timing.give_up)
+    act = partial(act_in_session, engine=typed.engine, with_supervisor=False)
     return run_member(typed.url, name, act, parent=typed.parent, generation=generation)

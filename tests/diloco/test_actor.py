@@ -1,6 +1,5 @@
 """Actors: which place one takes, and a fleet that trains on what they sampled."""
 
-import math
 import os
 import signal
 import subprocess
@@ -38,6 +37,7 @@ from rendezvous.agreement.membership import read_beat, read_control, write_contr
 from rendezvous.agreement.rules import Timing
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp
+from rendezvous.layout import SUPERVISOR
 from rendezvous.records.records import Beat, Claim
 from rendezvous.records.rollouts import Rollouts, read_record
 from rendezvous.stores.memory import MemoryStore
@@ -339,7 +339,7 @@ def test_an_actor_has_the_runs_engine_unless_you_type_another(
     assert not read_control(read_run(fleet.url).store).guests, "a refused actor takes no name"
     asked = list[str]()
     monkeypatch.setattr("diloco.actor.actor.Actor", lambda run, session, scratch, engine: asked.append(engine))
-    monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_: (exitcodes.DONE, "done"))
+    monkeypatch.setattr("diloco.actor.actor._act_to_the_end", lambda *_, **__: (exitcodes.DONE, "done"))
     assert main([fleet.url, *typed]) == exitcodes.DONE
     assert asked == [expected]
 
@@ -370,40 +370,47 @@ def test_after_the_runs_end_an_actor_takes_no_name(tmp_path: Path, capsys: pytes
     assert not read_control(store).guests and not store.list("replicas/")
 
 
-@pytest.mark.parametrize(("beating_s", "ends_at"), [(0.0, 600.0), (2000.0, 2600.0)])
-def test_an_actor_by_hand_ends_when_no_replica_has_been_alive_for_long(beating_s: float, ends_at: float) -> None:
-    """It had waited for ever, also on a rented GPU.   A slow inner step changes only the heartbeat's counter."""
+@pytest.mark.parametrize(
+    ("beats", "with_supervisor", "beating_s", "ends_at"),
+    [("r00", False, 0.0, 600.0), ("r00", False, 2000.0, 2600.0), ("r00", True, 2000.0, 2600.0),
+     (SUPERVISOR, False, 2000.0, 600.0), (SUPERVISOR, True, 2000.0, 2600.0)],
+)  # fmt: skip
+def test_an_actor_ends_when_no_replica_has_been_alive_for_long(
+    beats: str, with_supervisor: bool, beating_s: float, ends_at: float
+) -> None:
+    """It had waited for ever, also on a rented GPU.   A slow inner step changes only the heartbeat's counter.
+
+    A supervisor that is alive starts replicas again, and ends its actors."""
     clock, store = ManualClock(), MemoryStore("memory://run")
 
     def act() -> bool:
         assert clock.at < 10_000, "it waits for ever"
         if clock.at <= beating_s:
-            beat = Beat(slot="r00", generation=1, n=int(clock.at), phase="train", step=0, inner=0, rate=0.0, at=0.0)
-            store.put(layout.beat_key("r00"), beat.encode())
+            beat = Beat(slot=beats, generation=1, n=int(clock.at), phase="train", step=0, inner=0, rate=0.0, at=0.0)
+            store.put(layout.beat_key(beats), beat.encode())
         return False
 
     wanted = SimpleNamespace(steps=100, slot_names=["r00", "r01"])
     members = SimpleNamespace(refuse_if_fenced=lambda: None, generation=1)
     rv = SimpleNamespace(members=members, is_leaving=False, wanted=wanted, slot="a00", generation=1)
     session: Any = SimpleNamespace(clock=clock, rv=rv, flush_soon=lambda: None)
-    run: Any = SimpleNamespace(store=store)
+    run: Any = SimpleNamespace(store=store, timing=Timing(give_up=600.0))
     with pytest.raises(GaveUp, match=r"no replica .* heartbeat for 6\d\d s .*`diloco status memory://run`"):
-        _act_to_the_end(SimpleNamespace(act=act), run, session, 600.0)  # pyright: ignore
+        _act_to_the_end(SimpleNamespace(act=act), run, session, with_supervisor=with_supervisor)  # pyright: ignore
     assert ends_at <= clock.at < ends_at + 50
 
 
-@pytest.mark.parametrize(("patience_s", "most"), [(600.0, 32 + 9), (math.inf, 0)], ids=["by hand", "supervised"])
-def test_an_actor_reads_few_heartbeats(patience_s: float, most: int) -> None:
-    """All of them once, and then one for each look, however many replicas there are; a supervisor's actor none."""
+def test_an_actor_reads_few_heartbeats() -> None:
+    """All of them once, and then one for each look, however many replicas there are."""
     store, slots, asked = MemoryStore(), [layout.slot_name(i) for i in range(32)], list[str]()
     counted: Any = SimpleNamespace(url=store.url, get=lambda key: (asked.append(key), store.get(key))[1])
-    heard = Heard(patience_s, 0.0)
+    heard = Heard(600.0, 0.0)
     for look in range(10):
         for slot in slots:
             beat = Beat(slot=slot, generation=1, n=look, phase="train", step=0, inner=0, rate=0.0, at=0.0)
             store.put(layout.beat_key(slot), beat.encode())
         heard.refuse_silence(counted, slots, 10.0 * look)
-    assert len(asked) == most and heard.at == (90.0 if most else 0.0)
+    assert len(asked) == 32 + 9 and heard.at == 90.0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The supervisor's decisions, as a table."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,14 @@ def test_a_replacement_comes_after_its_pause_and_not_before():
     seen = lost(-9, losses=3)  # 1 s after the second end, 2 s after the third
     assert isinstance(plan(WANTED, [seen], NOW + 1.9)[0], Wait)
     assert isinstance(plan(WANTED, [seen], NOW + 2.1)[0], Replace)
+
+
+def test_an_actor_that_gave_up_is_started_again_until_it_has_failed_too_often():
+    """Its own machine had lost the bucket for a while, and the run went on without it to its end."""
+    desired = Desired(frozenset({"a00"}))
+    again = Observation("a00", State.FAILED, exitcodes.GAVE_UP, NOW, "silent", losses=1)
+    assert isinstance(plan(desired, [again], NOW)[0], Replace)
+    assert isinstance(plan(desired, [replace(again, losses=10)], NOW)[0], GiveUp)
 
 
 def test_pauses_grow_and_are_bounded():

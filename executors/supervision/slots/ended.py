@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from diloco.process import exitcodes
 from diloco.process.processes import describe_exit
 from executors.platforms.base import State
+from rendezvous.layout import is_actor
 
 if TYPE_CHECKING:
     from executors.supervision.slots.plan import Limits, Observation
@@ -35,7 +36,7 @@ def give_up_reason(s: "Observation", limits: "Limits", *, enough: int) -> str | 
     if s.reward_failures >= limits.reward_failures:
         rows = f"{s.reward_failures} sessions in a row, each before {enough} outer steps counted its work"
         return f"its reward failed in {rows} ({end_in_words(s)})"
-    if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures:
+    if s.exit_code == exitcodes.GAVE_UP and not s.reward_failures and not is_actor(s.slot):
         return "it made no progress for too long"
     if s.failures >= limits.failures:
         return f"failed {s.failures} times in a row ({end_in_words(s)})"
