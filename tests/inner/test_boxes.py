@@ -945,8 +945,9 @@ def test_a_verifier_that_the_episode_broke_is_no_none(boxes: LocalBoxes, tmp_pat
         ("1\n", 1.0), ('{"reward": 0.5}', 0.5), ("-3e2", -300.0), ("", None), ("NaN", None), ("Infinity", None),
         ("1" * 400, None), ("1" * 5000, None), ('{"reward": ' + "9" * 400 + "}", None), ("1e400", None), ("1e30", None),
         ("[" * 100_000, None), ('{"reward": ' + "[" * 4000, None), ("[1]", None), ("null", None),
-        ('{"other": 1}', None), (".5\n", 0.5), ("1.", 1.0), ("+1", 1.0), ("01", 1.0), ("nan", None), ("inf", None),
-        ("1\n0\n", None), ("0,5", None),
+        ('{"other": 1}', 1.0), ('{"other": 1, "more": 2}', None), ('{"other": 1, "reward": 2}', 2.0), ("{}", None),
+        ('{"other": {"reward": 1}}', None), (".5\n", 0.5), ("1.", 1.0), ("+1", 1.0), ("01", 1.0), ("nan", None),
+        ("inf", None), ("1\n0\n", None), ("0,5", None),
     ],
     ids=lambda x: str(x)[:20],
 )  # fmt: skip
@@ -964,7 +965,7 @@ def test_what_a_verifier_writes_is_a_number_or_none(text: str, number: float | N
         ("ln -s /dev/zero /logs/verifier/reward.txt; echo '{\"reward\": 2}' > /logs/verifier/reward.json", 2.0),
         ("mkfifo /logs/verifier/reward.txt", None),
         ("cd /logs/verifier; echo 1 > reward.txt; echo '{\"reward\": 2}' > reward.json", 2.0),
-        ("cd /logs/verifier; echo 1 > reward.txt; echo '{\"speed\": 2}' > reward.json", 1.0),
+        ("cd /logs/verifier; echo 1 > reward.txt; echo '{\"speed\": 2, \"size\": 3}' > reward.json", 1.0),
     ],
     ids=["digits", "spaces", "device", "pipe", "both", "other"],
 )  # fmt: skip

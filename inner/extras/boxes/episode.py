@@ -186,20 +186,25 @@ def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why:
     tell(
         f"the verifier of the Harbor task {task.name} gives no number. It left {found}, exit code {ran.code}"
         f"{', its time limit,' if ran.timed_out else ''} and the output {ran.output[-SHOWN:]!r}. "
-        'Write a number into /logs/verifier/reward.txt, or {"reward": 0.5} into reward.json.'
+        'Write a number into /logs/verifier/reward.txt, or {"reward": 0.5} into reward.json, where a single number '
+        "may have any name."
     )
     return None
 
 
 def read_number(text: str) -> float | None:
-    """Return the reward in the text of a file of REWARDS; None if the text has no number."""
+    """Return the reward in the text of a file of REWARDS; None if the text has no number.
+
+    Of several named numbers, it is the one named "reward"; a single one may have any name, as in Harbor's metrics."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):  # also 10,000 brackets
         found = text  # Harbor reads a text as float() does: .5 and +1, too
+    if isinstance(found, dict):
+        found = next(iter(found.values())) if len(found) == 1 else found.get("reward")
     try:
-        number = float(found["reward"] if isinstance(found, dict) else found)
-    except (ArithmeticError, ValueError, TypeError, KeyError):  # 400 digits
+        number = float(found)  # pyright: ignore
+    except (ArithmeticError, ValueError, TypeError):  # 400 digits
         return None
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
