@@ -1,7 +1,8 @@
 """Read a folder of Harbor tasks as rows. No package is needed.
 
-    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image;
-                                                     workdir of [environment]; env of [environment], [verifier]
+    FOLDER/NAME/  instruction.md ──▶ prompt          task.toml: timeout_sec of [agent], [verifier]; docker_image,
+                                                     workdir, network_mode of [environment]; env of [environment],
+                                                     [verifier]; UNSUPPORTED settings are refused
                   environment/Dockerfile FROM, COPY and WORKDIR are read, without variables; with another
                                                      line, the task needs an image that you have built
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.json {"reward": x}, or reward.txt
@@ -12,8 +13,8 @@
 A link to a file of its folder becomes that file, and a link to a folder within a copied folder becomes a second copy.
 Other links mean nothing in a box: they are left out, and `plan` names them.  Programs stay executable.
 
-Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks; files of more
-than 16 MiB.
+Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks, cpus, memory_mb
+and gpus (they are options of the provider); files of more than 16 MiB.
 """
 
 import base64
@@ -34,7 +35,20 @@ from inner.tasks.spec import TaskSpec
 
 MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
-LATER = ("programs", "env", "verifier_env")  # fields that a row has only if they are not empty
+LATER = ("programs", "env", "verifier_env", "offline")  # fields that a row has only if they are not empty
+HF_ONLINE = (
+    "a box on Hugging Face always has a network, and this task asks for none (network_mode, or the older "
+    "allow_internet, in task.toml). Use another provider, or leave the task out."
+)
+UNSUPPORTED = (  # table, setting, the values that a box has anyway, and what others ask for
+    ("", "steps", (None, []), "several instructions with a verifier each"),
+    ("environment", "os", (None, "linux", "Linux"), "another operating system"),
+    ("environment", "mcp_servers", (None, []), "tools of MCP servers"),
+    ("environment", "allowed_hosts", (None, []), "a network with a few hosts alone"),
+    ("verifier", "environment", (None,), "a second machine for the verifier"),
+    ("verifier", "environment_mode", (None, "shared"), "a second machine for the verifier"),
+    ("verifier", "collect", (None, []), "commands between the episode and the verifier"),
+)
 MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a local box's machine
 
 
@@ -43,7 +57,7 @@ class HarborTask:
     """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds.
 
     programs: paths of those that are executable.   env, verifier_env: variables of all commands, and of the verifier.
-    left_out: links that no box gets."""
+    offline: whether its box has no network.   left_out: links that no box gets."""
 
     name: str
     instruction: str
@@ -56,6 +70,7 @@ class HarborTask:
     programs: list[str] = field(default_factory=list[str])
     env: dict[str, str] = field(default_factory=dict[str, str])
     verifier_env: dict[str, str] = field(default_factory=dict[str, str])
+    offline: bool = False
     left_out: list[Path] = field(default_factory=list[Path])
 
     def dump(self) -> str:
@@ -111,13 +126,10 @@ def read_tasks(folder: Path, *, image: str = "") -> list[HarborTask]:
 
 
 def _read_task(folder: Path, image: str) -> HarborTask:
-    for name in ("instruction.md", TEST):
-        if not (folder / name).is_file():
-            what = "no verifier" if name == TEST else "no instruction"
-            raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
     seen = _Seen()
     try:
         told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+        _refuse_unsupported(told, folder)
         instruction = (folder / "instruction.md").read_text("utf-8")
         named = _table(told, "environment", folder).get("docker_image", "")
         if not isinstance(named, str):
@@ -136,7 +148,7 @@ def _read_task(folder: Path, image: str) -> HarborTask:
         agent_s=_seconds(told, "agent", folder),
         verifier_s=_seconds(told, "verifier", folder), programs=sorted(seen.programs & {*files, *tests}),
         env=_variables(told, "environment", folder), verifier_env=_variables(told, "verifier", folder),
-        left_out=list(dict.fromkeys(seen.left)),
+        offline=_is_offline(told, folder), left_out=list(dict.fromkeys(seen.left)),
     )  # fmt: skip
 
 
@@ -144,6 +156,36 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     if not isinstance(found := told.get(name, {}), dict):
         raise InnerError(f"{folder}/task.toml: {name} = {found!r} is not a table. Write [{name}].")
     return found
+
+
+def _refuse_unsupported(told: dict[str, Any], folder: Path) -> None:
+    """Refuse a task that asks for more than a box has, and one without an instruction or a verifier."""
+    for table, name, usual, what in UNSUPPORTED:
+        value = (_table(told, table, folder) if table else told).get(name)
+        if value not in usual:
+            raise InnerError(
+                f"{folder}/task.toml: {f'[{table}] ' * bool(table)}{name} asks for {what}, which a box does not have. "
+                "Leave the task out."
+            )
+    for name in ("instruction.md", TEST):
+        if not (folder / name).is_file():
+            what = "no verifier" if name == TEST else "no instruction"
+            raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
+
+
+def _is_offline(told: dict[str, Any], folder: Path) -> bool:
+    """Whether the task's box has no network.   Refuse a network for the episode alone, or for the verifier alone."""
+    tables = {name: _table(told, name, folder) for name in ("environment", "agent", "verifier")}
+    older = "no-network" if tables["environment"].get("allow_internet") is False else "public"
+    mode = tables["environment"].get("network_mode") or older
+    for name, table in tables.items():
+        own = table.get("network_mode") or mode
+        if own != mode or own not in ("public", "no-network"):
+            raise InnerError(
+                f'{folder}/task.toml: [{name}] network_mode = {own!r} is not possible: a box is "public" or '
+                '"no-network", from its start to its end. Use one of them in [environment], or leave the task out.'
+            )
+    return mode == "no-network"
 
 
 def _refuse_unusable(folder: Path, image: str) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from executors.cli.looking.box_costs import BoxCosts, box_costs
 from executors.platforms.on_host.executor import claimed_process, newest_claims
 from executors.platforms.places import Place
 from executors.preflight.needs import box_faults
-from executors.preflight.needs.box_faults import check_boxes, refuse_unpriced
+from executors.preflight.needs.box_faults import check_boxes, check_tasks, refuse_unpriced
 from executors.preflight.quote import fitted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision import boxes
@@ -86,6 +87,18 @@ def test_a_task_that_no_local_box_holds_is_named(folder: Path, bwrap: str) -> No
     (folder / "tasks/one/environment/Dockerfile").write_text("FROM x\nWORKDIR /usr/src/app\n")
     told = plan(folder, PATH=bwrap)
     assert told.code == 2 and "the Harbor task one: a local box has this machine's /usr" in told.err
+
+
+@pytest.mark.parametrize(("provider", "refused"), [("hf", True), ("e2b", False), ("local", False)])
+def test_a_task_without_a_network_needs_a_provider_that_can_do_without(
+    folder: Path, provider: str, refused: bool
+) -> None:
+    (folder / "tasks/one/task.toml").write_text("[environment]\nallow_internet = false\n")
+    inner = {"model": "toolworld", "data": {"task": "harbor:tasks"}, "sampling": {"boxes": provider}}
+    config = RunConfig.from_dict({"inner": inner}, folder)
+    words = "the Harbor task one: a box on Hugging Face always has a network"
+    with pytest.raises(InnerError, match=words) if refused else nullcontext():
+        check_tasks(config)
 
 
 def test_links_that_no_box_gets_are_named(planned: Told) -> None:

@@ -1131,6 +1131,7 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         name="add", instruction="Write add.", files=files, solution={}, tests=tests, fail_to_pass=["add"]
     )
     write_harbor(task, tmp_path / "task")
+    assert read_tasks(tmp_path / "task")[0].offline
     env = _harbor(LocalBoxes(tmp_path / "boxes"), tmp_path / "task")
     assert env.bash("id -u; ls; echo no > /usr/x") == (
         "1000\ncalc.py\nbash: line 1: /usr/x: Read-only file system\n\n[exit code 1]"
@@ -1163,6 +1164,19 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"toml": "[verifier.env]\nA = 3\n"}, r"\[verifier.env\] A = 3 must be a text"),
         ({"toml": '[environment.env]\n"A;x" = "3"\n'}, "must be a text, under a name of letters"),
         ({"toml": '[verifier.env]\nKEY = "${KEY}"\n'}, r"KEY = '\$\{KEY\}' is of the machine that starts Harbor"),
+        ({"toml": '[[steps]]\nname = "one"\n', "test": None}, "steps asks for several instructions .* Leave the task"),
+        ({"toml": '[environment]\nos = "windows"\n'}, r"\[environment\] os asks for another operating system"),
+        ({"toml": '[[environment.mcp_servers]]\nname = "a"\n'}, "mcp_servers asks for tools of MCP servers"),
+        ({"toml": '[environment]\nallowed_hosts = ["a.b"]\n'}, "allowed_hosts asks for a network with a few hosts"),
+        ({"toml": '[environment]\nnetwork_mode = "allowlist"\n'}, "network_mode = 'allowlist' is not possible"),
+        ({"toml": '[verifier]\nenvironment_mode = "separate"\n'}, "environment_mode asks for a second machine"),
+        ({"toml": "[verifier.environment]\ncpus = 1\n"}, r"\[verifier\] environment asks for a second machine"),
+        ({"toml": '[[verifier.collect]]\ncommand = "x"\n'}, "collect asks for commands between"),
+        ({"toml": '[agent]\nnetwork_mode = "no-network"\n'}, r"\[agent\] network_mode = 'no-network' is not possible"),
+        (
+            {"toml": '[environment]\nallow_internet = false\n[verifier]\nnetwork_mode = "public"\n'},
+            r"\[verifier\] netw",
+        ),
         ({"words": b"\xff"}, "cannot be read: 'utf-8' codec"),
         ({"test": "echo 1\r\n"}, r"test.sh has the line ends of Windows.*sed -i 's/\\r\$//' "),
         ({"compose": "services: {}\n"}, "has docker-compose.yaml, and a box is one container.*task_options.image"),
@@ -1171,6 +1185,27 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
         read_tasks(write_task(tmp_path / "task", **change))
+
+
+@pytest.mark.parametrize(
+    ("toml", "offline"),
+    [
+        ("", False),
+        ("[environment]\nallow_internet = true\n", False),
+        ("[environment]\nallow_internet = false\n", True),
+        ('[environment]\nallow_internet = false\nnetwork_mode = "public"\n', False),
+        ('[environment]\nnetwork_mode = "no-network"\n[agent]\nnetwork_mode = "no-network"\n', True),
+        (
+            'steps = []\n[environment]\nos = "linux"\nallowed_hosts = []\n[verifier]\nenvironment_mode = "shared"\n',
+            False,
+        ),
+    ],
+)
+def test_a_task_may_ask_for_a_box_without_a_network(tmp_path: Path, toml: str, offline: bool) -> None:
+    """The setting was ignored, so a model could download the answer; Feature Deletion's own folders have it."""
+    (task,) = read_tasks(write_task(tmp_path / "task", toml=toml))
+    assert task.offline == offline == load_harbor(task.dump()).offline
+    assert episode._recipe(task).offline == offline and ("offline" in json.loads(task.dump())) == offline
 
 
 def test_an_image_for_all_tasks_stands_for_several_containers(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ def test_the_five_verbs(server: E2bServer) -> None:
 
 
 @sdk
+def test_a_box_without_a_network_is_created_so(server: E2bServer) -> None:
+    provider = open_provider("e2b", **server.options)
+    provider.start(OWNER, BoxRecipe(), timeout_s=60)
+    provider.start(BoxOwner("r", "0", 1, "2"), BoxRecipe(offline=True), timeout_s=60)
+    assert server.online[1] is False and server.online[0] is not False
+
+
+@sdk
 def test_a_lost_reply_is_adopted_and_has_all_verbs(server: E2bServer) -> None:
     server.lose_replies = 1
     starter = _starter(server)

@@ -55,6 +55,12 @@ def test_the_five_verbs(hub: BoxHub) -> None:
     box.stop()
 
 
+def test_a_box_without_a_network_is_refused_because_each_has_one(hub: BoxHub) -> None:
+    with pytest.raises(InnerError, match=r"always has a network, and this task asks for none .* another provider"):
+        open_provider("hf").start(OWNER, BoxRecipe(offline=True), timeout_s=60)
+    assert not hub.jobs
+
+
 @pytest.mark.slow
 def test_much_output_is_cut_in_the_box(hub: BoxHub) -> None:
     ran = _starter().start(OWNER, BoxRecipe()).exec("head -c 200000000 /dev/zero", user="user", timeout_s=120)

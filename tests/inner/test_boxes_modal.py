@@ -50,6 +50,13 @@ def test_the_five_verbs(platform: ModalPlatform) -> None:
     box.stop()
 
 
+def test_a_box_without_a_network_is_created_so(platform: ModalPlatform) -> None:
+    provider = open_provider("modal")
+    provider.start(OWNER, BoxRecipe(), timeout_s=60)
+    provider.start(BoxOwner("r", "0", 1, "2"), BoxRecipe(offline=True), timeout_s=60)
+    assert platform.server.blocked == [False, True]
+
+
 @pytest.mark.slow
 def test_much_output_is_cut_in_the_box(platform: ModalPlatform) -> None:
     box = _starter().start(OWNER, BoxRecipe())

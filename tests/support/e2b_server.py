@@ -36,6 +36,7 @@ class E2bServer(ThreadingHTTPServer):
         self.folder = folder
         self.local = LocalBoxes(folder, wrap=namespaces)
         self.boxes: dict[str, tuple[LocalBox, dict[str, str]]] = {}
+        self.online: list[bool | None] = []  # allow_internet_access of each new box
         self.keys: dict[str, str] = {}
         self.lose_replies = self.refuse = self.busy = self.html = self.drop = 0
         self.dead = set[str]()
@@ -112,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
             box = self.server.local.start(owner, BoxRecipe(), timeout_s=1)
             self.server.keys[key] = f"id{len(self.server.keys)}"
             self.server.boxes[self.server.keys[key]] = (box, asked["metadata"])
+            self.server.online.append(asked.get("allow_internet_access"))
         if self.server.lose_replies:
             self.server.lose_replies -= 1
             return self._json(504, {"code": 504, "message": "gateway"})

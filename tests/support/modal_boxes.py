@@ -31,12 +31,14 @@ class Sandboxes:
         super().__init__()
         self.boxes: dict[str, tuple[LocalBox, api_pb2.SandboxInfo]] = {}
         self.dead, self.users = set[str](), list[str]()
+        self.blocked = list[bool]()  # whether each sandbox was created without a network
         self._router_url, self._count = "", itertools.count(1)
 
     async def SandboxCreateV2(self, r: Any, who: str) -> Any:
         if any(info.name == r.definition.name for _, info in self.boxes.values()):
             raise GRPCError(Status.ALREADY_EXISTS, f"a sandbox named {r.definition.name} is running")
         n = next(self._count)
+        self.blocked.append(r.definition.network_access.network_access_type == api_pb2.NetworkAccess.BLOCKED)
         local = LocalBoxes(self.folder / "boxes", wrap=namespaces)
         folder = {tag.tag_name: tag.tag_value for tag in r.tags}["folder"]  # paths outside of it are lost
         box = local.start(BoxOwner("modal", "0", 0, str(n)), BoxRecipe(folder=folder), timeout_s=1)

@@ -25,7 +25,7 @@ from executors.supervision.costs import Budget
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import HarborTask, local_fault, read_tasks
+from inner.tasks.harbor import HF_ONLINE, HarborTask, local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -59,14 +59,17 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
 
 
 def check_tasks(config: RunConfig) -> list[str]:
-    """Return notes about a run's Harbor tasks.   Raise InnerError for a task that no local box can hold."""
+    """Return notes about a run's Harbor tasks.   Raise InnerError for a task that no box of the provider can hold."""
     inner, task = config.inner, config.inner.data.task or ""
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
     if not task.startswith(f"{HARBOR}:") or not folder.is_dir():
         return []
     tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "")))
-    for one in tasks if inner.sampling.boxes == "local" else ():
-        if fault := local_fault(one.image, (one.folder, *one.files)):
+    for one in tasks:
+        fault = HF_ONLINE if inner.sampling.boxes == "hf" and one.offline else ""
+        if inner.sampling.boxes == "local":
+            fault = local_fault(one.image, (one.folder, *one.files))
+        if fault:
             raise InnerError(f"the Harbor task {one.name}: {fault}")
     return [*_left_out(tasks), *_slow_verifiers(inner, max(one.verifier_s for one in tasks))]
 

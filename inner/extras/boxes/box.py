@@ -86,13 +86,14 @@ class BoxOwner:
 class BoxRecipe:
     """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content.
 
-    programs: paths of executable files."""
+    programs: paths of executable files.   offline: whether the box has no network."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     programs: Sequence[str] = ()
     folder: str = "/app"
     ttl_s: float = TTL_S
+    offline: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 
 A create request has the owner's labels as metadata. The request's Idempotency-Key is the owner's key and the number of
 the owner's boxes that this process stopped. `timeout` is the box's time to live. recipe.image is a template's name.
+A box without a network has `allow_internet_access = False`.
 
 Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
 server of the tests, not with E2B.
@@ -53,6 +54,7 @@ class E2bBoxes:
             made = self._sdk.Sandbox.create(
                 template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=key,
                 metadata={**MADE_BY, **owner.labels, "folder": recipe.folder},
+                allow_internet_access=False if recipe.offline else None,
                 request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
             )  # fmt: skip
         return E2bBox(self._sdk, made, recipe.folder, lambda: self._stopped.update([owner.key]))

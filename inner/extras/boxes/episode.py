@@ -161,7 +161,9 @@ class Episode:
 def _recipe(task: HarborTask) -> BoxRecipe:
     ttl = 2 * (task.agent_s + task.verifier_s)
     programs = [path for path in task.programs if path in task.files]
-    return BoxRecipe(task.image, unpack(task.files), programs, folder=task.folder, ttl_s=ttl)
+    return BoxRecipe(
+        task.image, unpack(task.files), programs, folder=task.folder, ttl_s=ttl, offline=task.offline
+    )  # fmt: skip
 
 
 def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why: None) -> float | None:

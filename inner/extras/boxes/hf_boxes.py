@@ -32,6 +32,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.tasks.harbor import HF_ONLINE
 
 IMAGE, FLAVOR = "python:3.12", "cpu-basic"
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}  # the Hub's units of a price
@@ -58,6 +59,8 @@ class HfBoxes:
         self.price_per_hour = prices[0] if prices else None
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "HfBox":
+        if recipe.offline:
+            raise InnerError(HF_ONLINE)
         with _as_ours(ProviderFailed):
             made = self._sdk.Sandbox.create(
                 recipe.image or IMAGE, flavor=self._flavor, idle_timeout=recipe.ttl_s, namespace=self._namespace,

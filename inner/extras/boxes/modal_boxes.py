@@ -3,7 +3,7 @@
     ModalBoxes()                 app "diloco-boxes"; the credentials are the SDK's: MODAL_TOKEN_… or ~/.modal.toml
     owner.key ─▶ name            Modal keeps names unique in an app: a second create fails, and the box is looked up
     owner.labels ─▶ tags         ttl_s ─▶ the sandbox's timeout     image ─▶ a registry's name, or im-… of a built one
-    user "root" ─▶ root          any other ─▶ uid 1000, by setpriv
+    user "root" ─▶ root          any other ─▶ uid 1000, by setpriv             offline ─▶ block_network
 
 Files go through commands, so that a box needs nothing but bash, coreutils and util-linux.
 
@@ -51,10 +51,11 @@ class ModalBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "ModalBox":
         images, name = self._sdk.Image, recipe.image or IMAGE
         image = images.from_id(name) if name.startswith("im-") else images.from_registry(name)
+        more = self._more | ({"block_network": True} if recipe.offline else {})
         with _as_ours(self._sdk, ProviderFailed):
             coming = self._sdk.Sandbox.create.aio(
                 app=self._app, image=image, name=f"box-{sha256(owner.key.encode()).hexdigest()[:32]}",
-                tags={**MADE_BY, **owner.labels, "folder": recipe.folder}, timeout=int(recipe.ttl_s), **self._more,
+                tags={**MADE_BY, **owner.labels, "folder": recipe.folder}, timeout=int(recipe.ttl_s), **more,
             )  # fmt: skip
             made = asyncio.run(asyncio.wait_for(coming, timeout_s))
         return ModalBox(self._sdk, made, recipe.folder)
