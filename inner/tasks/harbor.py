@@ -6,50 +6,64 @@
                   environment/Dockerfile FROM, COPY and WORKDIR are read, without variables; with another
                                                      line, the task needs an image that you have built
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.json {"reward": x}, or reward.txt
+                  environment_mode = "separate" ──▶ the verifier has a box of its own, with the episode's artifacts:
+                                                     docker_image of [verifier.environment], or tests/Dockerfile, each
+                                                     with its own tests; else a copy of the episode's first box
 
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
-    task_options.image       the provider's image or template for all tasks
+    task_options.image, verifier_image       the provider's image or template for all tasks, or all their verifiers
 
-A link to a file of its folder becomes that file, and a link to a folder within a copied folder becomes a second copy.
-Other links mean nothing in a box: they are left out, and `plan` names them.  Programs stay executable.
-
-Not promised: solution/ (it is never read), .dockerignore, several containers, services, health checks, cpus, memory_mb
-and gpus (they are options of the provider); files of more than 16 MiB.
+Not promised: solution/ (it is never read), several containers, services, health checks; cpus, memory_mb and gpus, which
+are options of the provider.
 """
 
 import base64
 import json
-import os
-import posixpath
 import random
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from inner.errors import InnerError
+from inner.tasks.harbor_files import Seen, pack, placed, read_dockerfile
 from inner.tasks.spec import TaskSpec
 
-MOST_BYTES = 16 << 20
 TEST = "tests/test.sh"
-LATER = ("programs", "env", "verifier_env", "offline")  # fields that a row has only if they are not empty
+OWN = "verifier.environment"  # name of the table about the verifier's own box
+TAKEN = ("/tests/", "/logs/verifier/")  # places of the verifier alone
+LATER = ("programs", "env", "verifier_env", "offline", "apart")  # fields that a row has only if they are not empty
 HF_ONLINE = (
     "a box on Hugging Face always has a network, and this task asks for none (network_mode, or the older "
     "allow_internet, in task.toml). Use another provider, or leave the task out."
 )
-UNSUPPORTED = (  # table, setting, the values that a box has anyway, and what others ask for
-    ("", "steps", (None, []), "several instructions with a verifier each"),
-    ("environment", "os", (None, "linux", "Linux"), "another operating system"),
-    ("environment", "mcp_servers", (None, []), "tools of MCP servers"),
-    ("environment", "allowed_hosts", (None, []), "a network with a few hosts alone"),
-    ("verifier", "environment", (None,), "a second machine for the verifier"),
-    ("verifier", "environment_mode", (None, "shared"), "a second machine for the verifier"),
-    ("verifier", "collect", (None, []), "commands between the episode and the verifier"),
+UNSUPPORTED = (  # setting of a table, the values that a box has anyway, and what others ask for
+    ("steps", (None, []), "several instructions with a verifier each"),
+    ("os", (None, "linux", "Linux"), "another operating system"),
+    ("mcp_servers", (None, []), "tools of MCP servers"),
+    ("allowed_hosts", (None, []), "a network with a few hosts alone"),
+    ("collect", (None, []), "commands between the episode and the verifier"),
 )
 MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a local box's machine
+
+
+@dataclass(frozen=True)
+class VerifierBox:
+    """The verifier's own box.   artifacts: for each, its path in both boxes and the patterns that are left out.
+
+    image, folder, env, offline, programs: as those of HarborTask.   files: also; None: those of the episode's box."""
+
+    image: str
+    folder: str
+    files: dict[str, str] | None
+    env: dict[str, str]
+    offline: bool
+    artifacts: list[list[str]]
+    programs: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,8 @@ class HarborTask:
     """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds.
 
     programs: paths of those that are executable.   env, verifier_env: variables of all commands, and of the verifier.
-    offline: whether its box has no network.   left_out: links that no box gets."""
+    offline: whether its box has no network.   left_out: links that no box gets.
+    apart: the verifier's own box; None: it judges in the episode's box.   tests: empty if that box has its own."""
 
     name: str
     instruction: str
@@ -71,7 +86,12 @@ class HarborTask:
     env: dict[str, str] = field(default_factory=dict[str, str])
     verifier_env: dict[str, str] = field(default_factory=dict[str, str])
     offline: bool = False
+    apart: VerifierBox | None = None
     left_out: list[Path] = field(default_factory=list[Path])
+
+    @property
+    def artifact_paths(self) -> list[str]:
+        return [path for path, *_ in self.apart.artifacts] if self.apart else []
 
     def dump(self) -> str:
         """Return the column's text.   Without programs and variables, it is that of earlier releases."""
@@ -81,9 +101,9 @@ class HarborTask:
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield a row for each task, in the seed's order.   Raises InnerError."""
-    if wrong := sorted(spec.options.keys() - {"image"}):
-        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their only option is image.")
-    tasks = read_tasks(Path(spec.name), image=str(spec.options.get("image", "")))
+    if wrong := sorted(spec.options.keys() - {"image", "verifier_image"}):
+        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their options are image and verifier_image.")
+    tasks = read_tasks(Path(spec.name), spec.options)
     random.Random(spec.seed).shuffle(tasks)
     for task in tasks:
         yield {"prompt": [{"role": "user", "content": task.instruction}], "harbor": task.dump()}
@@ -92,8 +112,9 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 def load_harbor(text: str) -> HarborTask:
     """Parse a row's column `harbor`.   Raises InnerError."""
     try:
-        return HarborTask(**json.loads(text))
-    except (ValueError, TypeError) as error:
+        told = json.loads(text)
+        return HarborTask(**told | ({"apart": VerifierBox(**told["apart"])} if told.get("apart") else {}))
+    except (ValueError, TypeError, AttributeError) as error:
         raise InnerError(
             f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the rows with "
             'inner.data.task = "harbor:FOLDER".'
@@ -115,41 +136,48 @@ def unpack(files: dict[str, str]) -> dict[str, bytes]:
     return {path: base64.b64decode(text) for path, text in files.items()}
 
 
-def read_tasks(folder: Path, *, image: str = "") -> list[HarborTask]:
-    """Return the tasks below `folder`, or `folder` itself as one task.   image: for all tasks.   Raises InnerError."""
+def read_tasks(folder: Path, options: Mapping[str, Any] = MappingProxyType({})) -> list[HarborTask]:
+    """Return the tasks below `folder`, or `folder` itself as one task.   options: task_options.   Raises InnerError."""
     found = [folder] if (folder / "task.toml").is_file() else sorted(p.parent for p in folder.glob("*/task.toml"))
     if not found:
         raise InnerError(
             f"{folder} has no Harbor task: neither it nor a folder in it has a task.toml. Give another one."
         )
-    return [_read_task(one, image) for one in found]
+    images = [str(options.get(name, "")) for name in ("image", "verifier_image")]
+    return [_read_task(one, *images) for one in found]
 
 
-def _read_task(folder: Path, image: str) -> HarborTask:
-    seen = _Seen()
+def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
+    seen = Seen()
     try:
-        told: dict[str, Any] = tomllib.loads((folder / "task.toml").read_text("utf-8"))
-        _refuse_unsupported(told, folder)
+        tables = _tables(tomllib.loads((folder / "task.toml").read_text("utf-8")), folder)
+        _refuse_unsupported(tables, folder)
         instruction = (folder / "instruction.md").read_text("utf-8")
-        named = _table(told, "environment", folder).get("docker_image", "")
-        if not isinstance(named, str):
-            raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
+        box = tables["environment"]
         _refuse_unusable(folder, image)
-        image = image or named
-        work, files = ("/app", {}) if image else _read_dockerfile(folder / "environment", seen)
-        work = _workdir(told, folder) or work
+        image = image or _image(box, folder)
+        work, files = ("/app", {}) if image else read_dockerfile(folder / "environment", seen)
+        work = _workdir(box, folder) or work
+        apart, has_tests = _read_apart(tables, folder, verifier_image, (image, work), seen)
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
-    tests = _pack(folder / "tests", "/tests", root=folder / "tests", seen=seen)
-    if f"/{TEST}" not in tests:
+    tests = {} if has_tests else pack(folder / "tests", "/tests", root=folder / "tests", seen=seen)
+    if not has_tests and f"/{TEST}" not in tests:
         raise InnerError(f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/. Copy it there.")
     return HarborTask(
         name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
-        agent_s=_seconds(told, "agent", folder),
-        verifier_s=_seconds(told, "verifier", folder), programs=sorted(seen.programs & {*files, *tests}),
-        env=_variables(told, "environment", folder), verifier_env=_variables(told, "verifier", folder),
-        offline=_is_offline(told, folder), left_out=list(dict.fromkeys(seen.left)),
+        agent_s=_seconds(tables["agent"], "agent", folder), verifier_s=_seconds(tables["verifier"], "verifier", folder),
+        programs=sorted(seen.programs & {*files, *tests}), env=_variables(box, "environment", folder),
+        verifier_env=_variables(tables["verifier"], "verifier", folder), apart=apart,
+        offline=_is_offline(box, folder, agent=tables["agent"], **({} if apart else {"verifier": tables["verifier"]})),
+        left_out=list(dict.fromkeys(seen.left)),
     )  # fmt: skip
+
+
+def _tables(told: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of task.toml that are read, by name; "": the file itself."""
+    found = {"": told} | {name: _table(told, name, folder) for name in ("environment", "agent", "verifier")}
+    return found | {OWN: _table({OWN: found["verifier"].get("environment", {})}, OWN, folder)}
 
 
 def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
@@ -158,34 +186,19 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _refuse_unsupported(told: dict[str, Any], folder: Path) -> None:
+def _refuse_unsupported(tables: dict[str, dict[str, Any]], folder: Path) -> None:
     """Refuse a task that asks for more than a box has, and one without an instruction or a verifier."""
-    for table, name, usual, what in UNSUPPORTED:
-        value = (_table(told, table, folder) if table else told).get(name)
-        if value not in usual:
-            raise InnerError(
-                f"{folder}/task.toml: {f'[{table}] ' * bool(table)}{name} asks for {what}, which a box does not have. "
-                "Leave the task out."
-            )
+    for name, usual, what in UNSUPPORTED:
+        for table, values in tables.items():
+            if values.get(name) not in usual:
+                raise InnerError(
+                    f"{folder}/task.toml: {f'[{table}] ' * bool(table)}{name} asks for {what}, which a box does not "
+                    "have. Leave the task out."
+                )
     for name in ("instruction.md", TEST):
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
-
-
-def _is_offline(told: dict[str, Any], folder: Path) -> bool:
-    """Whether the task's box has no network.   Refuse a network for the episode alone, or for the verifier alone."""
-    tables = {name: _table(told, name, folder) for name in ("environment", "agent", "verifier")}
-    older = "no-network" if tables["environment"].get("allow_internet") is False else "public"
-    mode = tables["environment"].get("network_mode") or older
-    for name, table in tables.items():
-        own = table.get("network_mode") or mode
-        if own != mode or own not in ("public", "no-network"):
-            raise InnerError(
-                f'{folder}/task.toml: [{name}] network_mode = {own!r} is not possible: a box is "public" or '
-                '"no-network", from its start to its end. Use one of them in [environment], or leave the task out.'
-            )
-    return mode == "no-network"
 
 
 def _refuse_unusable(folder: Path, image: str) -> None:
@@ -202,23 +215,90 @@ def _refuse_unusable(folder: Path, image: str) -> None:
         )
 
 
-def _seconds(told: dict[str, Any], name: str, folder: Path) -> float:
-    found = _table(told, name, folder).get("timeout_sec", 600)
+def _read_apart(
+    tables: dict[str, dict[str, Any]], folder: Path, image: str, first: tuple[str, str], seen: Seen
+) -> tuple[VerifierBox | None, bool]:
+    """Return the verifier's own box, None if it has none, and whether that box has its own tests.
+
+    image: the verifiers' image for all tasks.   first: image and working folder of the episode's box."""
+    verifier = tables["verifier"]
+    mode = verifier.get("environment_mode") or ("separate" if "environment" in verifier else "shared")
+    if mode not in ("shared", "separate"):
+        raise InnerError(f'{folder}/task.toml: environment_mode = {mode!r} is not known. Use "shared" or "separate".')
+    if mode == "shared":
+        return None, False
+    box = tables[OWN if "environment" in verifier else "environment"]
+    files = dict[str, str]()
+    if image := image or _image(tables[OWN], folder):
+        work, has_tests = "/app", True
+    elif has_tests := (folder / "tests/Dockerfile").is_file():
+        work, files = read_dockerfile(folder / "tests", seen)
+        if f"/{TEST}" not in files:
+            raise InnerError(f"{folder}/tests/Dockerfile copies no /{TEST}, the verifier. Copy it: COPY . /tests/")
+    else:
+        image, work = first
+    return VerifierBox(
+        image=image, folder=_workdir(box, folder) or work, files=files if has_tests else None,
+        programs=sorted(seen.programs & {*files}), env=_variables(box, "environment", folder),
+        offline=_is_offline(box, folder, verifier=verifier), artifacts=_artifacts(tables[""], folder),
+    ), has_tests  # fmt: skip
+
+
+def _artifacts(told: dict[str, Any], folder: Path) -> list[list[str]]:
+    """Return each artifact's path in the boxes, and the patterns of its files that are left out."""
+    listed = told.get("artifacts", [])
+    found = dict[str, list[str]]()
+    for entry in listed if isinstance(listed, list) else [listed]:
+        one = entry if isinstance(entry, dict) else {"source": entry}
+        path, without = one.get("source"), one.get("exclude", [])
+        here = f"{folder}/task.toml: the artifact {entry!r}"
+        if one.get("service") not in (None, "main"):
+            raise InnerError(f"{here} is of a second container, which a box does not have. Leave the task out.")
+        if not (isinstance(path, str) and isinstance(without, list) and all(isinstance(text, str) for text in without)):
+            raise InnerError(f"{here} must be a path, or a table of source and exclude, a list of texts.")
+        place = placed("/", path)
+        if not path.startswith("/") or "\0" in path or f"{place}/".startswith(TAKEN) or place in ("/", "/logs"):
+            raise InnerError(f"{here} must be an absolute path below /, and not in /tests or /logs/verifier.")
+        found[place] = without
+    return [[place, *without] for place, without in ({"/logs/artifacts": []} | found).items()]
+
+
+def _image(box: dict[str, Any], folder: Path) -> str:
+    if not isinstance(named := box.get("docker_image") or "", str):
+        raise InnerError(f"{folder}/task.toml: docker_image = {named!r} is not the name of an image. Correct it.")
+    return named
+
+
+def _is_offline(box: dict[str, Any], folder: Path, **phases: dict[str, Any]) -> bool:
+    """Whether a box has no network.   phases: tables that may ask for another network, which is refused."""
+    mode = box.get("network_mode") or ("no-network" if box.get("allow_internet") is False else "public")
+    for name, table in {"environment": box, **phases}.items():
+        own = table.get("network_mode") or mode
+        if own != mode or own not in ("public", "no-network"):
+            raise InnerError(
+                f'{folder}/task.toml: [{name}] network_mode = {own!r} is not possible: a box is "public" or '
+                '"no-network", from its start to its end. Use one of them in [environment], or leave the task out.'
+            )
+    return mode == "no-network"
+
+
+def _seconds(table: dict[str, Any], name: str, folder: Path) -> float:
+    found = table.get("timeout_sec", 600)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e9:
         raise InnerError(f"{folder}/task.toml: [{name}] timeout_sec = {found!r} must be a number between 0 and 1e9.")
     return float(found)
 
 
-def _workdir(told: dict[str, Any], folder: Path) -> str:
+def _workdir(box: dict[str, Any], folder: Path) -> str:
     """Return the working folder that replaces the Dockerfile's; "" if task.toml names none."""
-    found = _table(told, "environment", folder).get("workdir") or ""
-    if found and (not isinstance(found, str) or not found.startswith("/") or _placed("/", found) == "/"):
+    found = box.get("workdir") or ""
+    if found and (not isinstance(found, str) or not found.startswith("/") or placed("/", found) == "/"):
         raise InnerError(f"{folder}/task.toml: workdir = {found!r} must be an absolute path below /.")
-    return _placed("/", found) if found else ""
+    return placed("/", found) if found else ""
 
 
-def _variables(told: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
-    found = _table({"env": _table(told, name, folder).get("env", {})}, "env", folder)
+def _variables(table: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
+    found = _table({"env": table.get("env", {})}, "env", folder)
     for variable, value in found.items():
         here = f"{folder}/task.toml: [{name}.env] {variable} = {value!r}"
         if not isinstance(value, str) or "\0" in value or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
@@ -226,103 +306,3 @@ def _variables(told: dict[str, Any], name: str, folder: Path) -> dict[str, str]:
         if "${" in value:
             raise InnerError(f"{here} is of the machine that starts Harbor, which no box can read. Write the value.")
     return found
-
-
-@dataclass
-class _Seen:
-    """Holds facts of a task's folders that no file's content has.   left: links that no box gets.   programs: paths."""
-
-    left: list[Path] = field(default_factory=list[Path])
-    programs: set[str] = field(default_factory=set[str])
-
-
-def _read_dockerfile(folder: Path, seen: _Seen) -> tuple[str, dict[str, str]]:
-    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them.
-
-    Adds to `seen`."""
-    work, files = "/app", dict[str, str]()
-    for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
-        words = line.split()
-        odd = ("$", "\\", "**", "[!")  # a shell's, or of another meaning in Go's patterns than in Python's
-        plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in words)
-        match [word.upper() for word in words[:1]], words[1:]:
-            case (([] | ["FROM"]), _):
-                continue
-            case ["COPY"], [*sources, target] if sources and plain:
-                to = _placed(work, target)
-                is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
-                is_folder |= any(path.startswith(f"{to}/") for path in files)
-                files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, seen=seen)
-            case ["WORKDIR"], [target] if plain and _placed(work, target) != "/":
-                work = _placed(work, target)
-            case [first], _ if first.startswith("#"):
-                continue
-            case _:
-                raise InnerError(
-                    f"{folder}/Dockerfile has the line {line[:60]!r}, and no image is built here. Build it at your "
-                    'provider, and name it: docker_image in task.toml, or inner.data.task_options.image = "NAME".'
-                )
-    return work, files
-
-
-def _placed(work: str, target: str) -> str:
-    return "/" + posixpath.normpath(posixpath.join(work, target)).lstrip("/")
-
-
-def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, seen: _Seen) -> dict[str, str]:
-    """Return one COPY's files: path in the box -> base64.   to: a folder for them, or the name of the one file."""
-    copied = dict[str, str]()
-    for path in [path for source in sources for path in _named(folder, source)]:
-        if not _real(path).is_relative_to(_real(folder)):
-            raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
-        inside = f"{to}/{path.name}" if is_folder and path.is_file() else to
-        copied |= _pack(path, inside, root=folder, seen=seen)
-    return copied
-
-
-def _named(folder: Path, source: str) -> list[Path]:
-    """Return the files and folders that COPY's source matches; `folder` is the root of its paths."""
-    inside = posixpath.normpath(source.lstrip("/") or ".")
-    pattern = inside.replace("[^", "[!")  # Go's spelling, and Python's
-    found = sorted(folder.glob(pattern)) if set("*?[") & set(inside) else []
-    return found or [folder / inside]
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))  # Path.resolve raises for links in a circle before Python 3.13
-
-
-def _pack(source: Path, target: str, *, root: Path, seen: _Seen) -> dict[str, str]:
-    """Return path in the box -> base64.   source: a file or a folder.   root: the folder that Docker would see.
-
-    Adds to `seen`."""
-    out, packed, size = list[Path](), dict[str, str](), 0
-    for path in [source] if source.is_file() else _files_below(source, (_real(root), _real(source)), out):
-        name = target if path == source else f"{target}/{path.relative_to(source)}"
-        size += path.stat().st_size
-        if size > MOST_BYTES:
-            raise InnerError(f"{source} has more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")
-        packed[name] = base64.b64encode(path.read_bytes()).decode()
-        (seen.programs.add if path.stat().st_mode & 0o111 else seen.programs.discard)(name)
-    if not packed and out:
-        raise InnerError(f"{source} has no files, but links that lead out of {root}, or nowhere: {out[0]}. Copy files.")
-    if not packed:
-        raise InnerError(f"{source} has no files, or is not there. Correct the path, or add its files.")
-    seen.left += out
-    return packed
-
-
-def _files_below(path: Path, roots: tuple[Path, Path], left: list[Path], *, linked: bool = False) -> Iterator[Path]:
-    """Yield the files below `path`, and those to which links lead; add links that lead elsewhere to `left`.
-
-    roots: files are below the first, and folders below the second.   linked: a link led here, so no further link to a
-    folder counts: such links may lead in a circle, or double with each level."""
-    real = _real(path)
-    again = path.is_symlink() and (linked or _real(path.parent).is_relative_to(real))
-    if path.is_file() and real.is_relative_to(roots[0]):
-        yield path
-    elif path.is_dir() and real.is_relative_to(roots[1]) and not again:
-        for one in sorted(path.iterdir()):
-            yield from _files_below(one, roots, left, linked=linked or path.is_symlink())
-    elif path.is_symlink():
-        left.append(path)

@@ -380,6 +380,9 @@ def test_a_fleet_finds_the_liar_among_its_actors_and_an_audit_agrees(tmp_path: P
         begin("-m", "diloco.actor", fleet.url, "--name", "a01"),
         begin("-c", LIE, fleet.url, "--name", "a02"),
     ]
+    fleet.wait_for(
+        lambda: len(events(fleet, "joined")) == 2
+    )  # else the first outer steps may be over before they sample
     fleet.start_all()
     fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 4 for name in ("a01", "a02")))
     fleet.wait_for(lambda: len(events(fleet, "rollouts_doubted")) >= 2 and bool(events(fleet, "rollouts_found")))

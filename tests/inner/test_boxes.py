@@ -1140,6 +1140,9 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
     assert env.get_reward() == expected
 
 
+APART = '[verifier]\nenvironment_mode = "separate"\n'
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -1169,8 +1172,15 @@ def test_feature_deletions_folders_run_in_bubblewrap(tmp_path: Path, body: str, 
         ({"toml": '[[environment.mcp_servers]]\nname = "a"\n'}, "mcp_servers asks for tools of MCP servers"),
         ({"toml": '[environment]\nallowed_hosts = ["a.b"]\n'}, "allowed_hosts asks for a network with a few hosts"),
         ({"toml": '[environment]\nnetwork_mode = "allowlist"\n'}, "network_mode = 'allowlist' is not possible"),
-        ({"toml": '[verifier]\nenvironment_mode = "separate"\n'}, "environment_mode asks for a second machine"),
-        ({"toml": "[verifier.environment]\ncpus = 1\n"}, r"\[verifier\] environment asks for a second machine"),
+        ({"toml": '[verifier]\nenvironment_mode = "both"\n'}, "environment_mode = 'both' is not known"),
+        ({"toml": '[verifier.environment]\nos = "windows"\n'}, r"\[verifier.environment\] os asks for another"),
+        ({"toml": "[verifier]\nenvironment = 3\n"}, "verifier.environment = 3 is not a table"),
+        ({"toml": 'artifacts = ["out"]\n' + APART}, "the artifact 'out' must be an absolute path below /"),
+        ({"toml": 'artifacts = ["/tests/a"]\n' + APART}, "must be an absolute path below /, and not in /tests"),
+        ({"toml": 'artifacts = ["/x/../logs/verifier"]\n' + APART}, "and not in /tests or /logs/verifier"),
+        ({"toml": "artifacts = [3]\n" + APART}, "the artifact 3 must be a path, or a table of source and exclude"),
+        ({"toml": 'artifacts = [{source = "/a", exclude = "b"}]\n' + APART}, "exclude, a list of texts"),
+        ({"toml": 'artifacts = [{source = "/a", service = "db"}]\n' + APART}, "is of a second container"),
         ({"toml": '[[verifier.collect]]\ncommand = "x"\n'}, "collect asks for commands between"),
         ({"toml": '[agent]\nnetwork_mode = "no-network"\n'}, r"\[agent\] network_mode = 'no-network' is not possible"),
         (
@@ -1209,7 +1219,7 @@ def test_a_task_may_ask_for_a_box_without_a_network(tmp_path: Path, toml: str, o
 
 
 def test_an_image_for_all_tasks_stands_for_several_containers(tmp_path: Path) -> None:
-    assert read_tasks(write_task(tmp_path / "task", compose="services: {}\n"), image="all:1")[0].image == "all:1"
+    assert read_tasks(write_task(tmp_path / "task", compose="services: {}\n"), {"image": "all:1"})[0].image == "all:1"
 
 
 def test_links_within_the_folder_are_packed_and_others_are_named(tmp_path: Path) -> None:
@@ -1277,7 +1287,7 @@ def test_folders_of_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_and_links_of_more_than_16_mib_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inner.tasks.harbor.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("inner.tasks.harbor_files.MOST_BYTES", 1 << 20)
     folder = write_task(tmp_path / "task")
     (folder / "environment/repo/big").write_bytes(bytes(3 << 18))
     assert read_tasks(folder)
@@ -1307,7 +1317,7 @@ def test_copy_and_workdir_mean_what_they_mean_to_docker(tmp_path: Path, docker: 
 
 
 def test_an_image_replaces_the_dockerfile(tmp_path: Path) -> None:
-    (task,) = read_tasks(write_task(tmp_path / "task", docker="FROM x\nRUN y\n").parent, image="built")
+    (task,) = read_tasks(write_task(tmp_path / "task", docker="FROM x\nRUN y\n").parent, {"image": "built"})
     assert task.image == "built" and task.files == {}
     assert load_harbor(task.dump()) == task
     with pytest.raises(InnerError, match="no Harbor task"):

@@ -8,6 +8,7 @@ Commands, files and verifiers are real, in namespaces: local boxes, and servers 
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from tests.support.modal_server import ModalPlatform
 from tests.support.planted_boxes import VirtualClock, namespaces, namespaces_work
 
 EPISODES, TURNS, SEED = 64, 20, 7
+PATIENCE_S = 30.0
 VERIFY = "Y3AgL2FwcC9hbnN3ZXIgL2xvZ3MvdmVyaWZpZXIvcmV3YXJkLnR4dAo="  # cp /app/answer /logs/verifier/reward.txt
 TASK = HarborTask(
     name="t", instruction="i", image="", folder="/app", files={}, tests={"/tests/test.sh": VERIFY}, agent_s=1e6,
@@ -156,8 +158,12 @@ def test_planted_faults_through_every_provider(provider: BoxProvider, tmp_path: 
     assert counts["episodes"] == EPISODES and counts["provider"] == rewards.count(None) > 0 < counts["policy"]
     assert counts["adopted"] > 0 and counts["failed"] > counts["adopted"]
     if isinstance(provider, LocalBoxes):
-        left = [words for words in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(words)]
-        assert left == [], "no process of a box"
+        until = time.monotonic() + PATIENCE_S
+        while left := [
+            _read(one) for one in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(one)
+        ]:
+            assert time.monotonic() < until, f"processes of a box: {left}"  # a killed one ends a moment later
+            time.sleep(0.05)
 
 
 def _read(file: Path) -> bytes:

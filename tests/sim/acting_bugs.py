@@ -217,7 +217,7 @@ ACTED_BUGS: dict[str, Bug] = {
     "a bundle without log-probs": Bug(attr(rollouts.Bundle, "unpack", blind_to_logprobs), broken_actors),
     "a replica forgets S": Bug(attr(P, "__init__", staler), broken_actors),
     "weights of the future": Bug(read_as(of_actors(lambda r: {"step": NeverAhead(r.step)})), broken_actors),
-    "a session's older bundle": Bug(read_as(of_sessions(lambda r: {"step": NeverOld(r.step)})), deadly, first=2),
+    "a session's older bundle": Bug(read_as(of_sessions(lambda r: {"step": NeverOld(r.step)})), deadly, first=6),
     "nothing of a record is read": Bug(attr(P, "_usable", takes_whatever), broken_actors),
     "a plain PUT": Bug(attr(P, "_create", put_plainly), broken_actors),
     "no answer is a yes": Bug(attr(P, "_create", unclear_is_written), deadly),

@@ -64,13 +64,14 @@ def check_tasks(config: RunConfig) -> list[str]:
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
     if not task.startswith(f"{HARBOR}:") or not folder.is_dir():
         return []
-    tasks = read_tasks(folder, image=str(inner.data.task_options.get("image", "")))
+    tasks = read_tasks(folder, inner.data.task_options)
     for one in tasks:
-        fault = HF_ONLINE if inner.sampling.boxes == "hf" and one.offline else ""
-        if inner.sampling.boxes == "local":
-            fault = local_fault(one.image, (one.folder, *one.files))
-        if fault:
-            raise InnerError(f"the Harbor task {one.name}: {fault}")
+        for box in (one, one.apart) if one.apart else (one,):
+            fault = HF_ONLINE if inner.sampling.boxes == "hf" and box.offline else ""
+            if inner.sampling.boxes == "local":
+                fault = local_fault(box.image, (box.folder, *(box.files or ()), *one.artifact_paths))
+            if fault:
+                raise InnerError(f"the Harbor task {one.name}: {fault}")
     return [*_left_out(tasks), *_slow_verifiers(inner, max(one.verifier_s for one in tasks))]
 
 

@@ -86,7 +86,8 @@ class BoxOwner:
 class BoxRecipe:
     """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content.
 
-    programs: paths of executable files.   offline: whether the box has no network."""
+    programs: paths of executable files.   offline: whether the box has no network.   folders: further places of files
+    that come later."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
@@ -94,6 +95,7 @@ class BoxRecipe:
     folder: str = "/app"
     ttl_s: float = TTL_S
     offline: bool = False
+    folders: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

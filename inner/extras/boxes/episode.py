@@ -6,6 +6,8 @@
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
              places cleared, tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      no number there ──▶ None
+             environment_mode = "separate": the same in the verifier's own box, with the artifacts (artifacts.py);
+                that box may die once
 
 The next episode is another object, with another owner. So a late call of this episode neither affects the next episode
 nor stops its boxes.
@@ -19,8 +21,10 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from inner.extras.boxes.artifacts import Artifacts, collect, place
 from inner.extras.boxes.box import (
     Box,
     BoxGone,
@@ -31,7 +35,7 @@ from inner.extras.boxes.box import (
     with_variables,
 )
 from inner.extras.boxes.starting import BoxStarter
-from inner.extras.boxes.verdict import Blamed, BoxAction, blame
+from inner.extras.boxes.verdict import DEATHS, Blamed, BoxAction, blame
 from inner.tasks.harbor import HarborTask, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
@@ -40,6 +44,7 @@ CLEAR = (
     "chmod -R u+rwX /logs /tests 2>/dev/null; rm -rf /logs/verifier /tests/* /tests/.[!.]* /tests/..?*; "
     'mkdir -p /logs && mkdir /logs/verifier && [ -z "$(ls -A /tests 2>/dev/null)" ]'
 )
+CLEAR_LOGS = "rm -rf /logs/verifier; mkdir -p /logs/verifier"  # in a box that has tests of its own
 VERIFIER = "bash /tests/test.sh"
 MOST_REWARD = 4096  # bytes of a file of REWARDS that are read
 REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")  # Harbor reads the first one first, too
@@ -118,13 +123,44 @@ class Episode:
         with self._deciding:  # a call that outlived its limit may still look for blame
             box = None if self._blamed else self._box
         try:
-            if box is not None and (found := self.act(lambda any_box: verify(any_box, self.task))) is not None:
+            if box is not None and (found := self._verdict()) is not None:
                 return found
         except BoxGone:
+            box = None
+        except ProviderFailed as error:  # no box for the verifier
+            self._tell("boxes_failed", str(error))
+            self._decide(box, lambda: "provider")  # pyright: ignore
             box = None
         if box is not None:
             self._decide(box, lambda: "policy" if self._verifies_untouched() else "provider")
         return AtMostWorst(0.0) if self._blamed == "policy" else None
+
+    def _verdict(self) -> float | None:
+        """Return the verifier's number for this episode; None if it gives none."""
+        if (apart := self.task.apart) is None:
+            return self.act(lambda any_box: verify(any_box, self.task))
+        tell = partial(self._tell, "reward_failed")
+        found = self.act(lambda any_box: collect(any_box, apart.artifacts, tell))
+        for n in range(DEATHS):
+            try:
+                return self._verify_apart(n, found)
+            except BoxGone:
+                continue
+        return None
+
+    def _verify_apart(
+        self, n: int, found: Artifacts | None, tell: Callable[[str], None] = lambda why: None
+    ) -> float | None:
+        """Return the number of a verifier in a new box.   found: an episode's artifacts, if they are to be judged.
+
+        Raises BoxGone and ProviderFailed."""
+        try:
+            box = self._starter.start(self._fresh_owner(n), _verifiers_recipe(self.task))
+            if found is not None:
+                place(box, found)
+            return verify(box, self.task, tell)
+        finally:
+            self._release(n)
 
     def _decide(self, box: Box, find: Callable[[], Blamed]) -> None:
         """Decide whose fault the box's death was, unless that is decided already, or the episode is over."""
@@ -141,12 +177,10 @@ class Episode:
     def _verifies_untouched(self) -> bool:
         """Whether the verifier gives a number in a box that no episode has touched."""
         try:
-            return verify(self._fresh(0), self.task, lambda why: self._tell("reward_failed", why)) is not None
+            return self._verify_apart(0, None, partial(self._tell, "reward_failed")) is not None
         except (BoxGone, ProviderFailed) as error:
             self._tell("boxes_failed", str(error))
             return False
-        finally:
-            self._release(0)
 
     def _fresh(self, n: int) -> Box:
         return self._starter.start(self._fresh_owner(n), _recipe(self.task))
@@ -166,9 +200,19 @@ def _recipe(task: HarborTask) -> BoxRecipe:
     )  # fmt: skip
 
 
+def _verifiers_recipe(task: HarborTask) -> BoxRecipe:
+    """Return the recipe of a box in which the verifier judges without the episode's box."""
+    recipe, apart = _recipe(task), task.apart
+    if apart is None:
+        return recipe
+    own = {} if apart.files is None else {"files": unpack(apart.files), "programs": apart.programs}
+    where = {"folder": apart.folder, "folders": task.artifact_paths}
+    return replace(recipe, image=apart.image, offline=apart.offline, **where, **own)
+
+
 def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why: None) -> float | None:
     """Return the reward that the task's test.sh writes; None if it writes no number, after tell(why)."""
-    if box.exec(CLEAR, user="root", timeout_s=60.0).code:
+    if box.exec(CLEAR if task.tests else CLEAR_LOGS, user="root", timeout_s=60.0).code:
         return None
     try:
         for path, data in unpack(task.tests).items():
@@ -176,7 +220,7 @@ def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why:
     except OSError:
         return None
     make_executable(box, [path for path in task.programs if path in task.tests])
-    command = with_variables({**task.env, **task.verifier_env}, VERIFIER)
+    command = with_variables({**(task.apart or task).env, **task.verifier_env}, VERIFIER)
     ran = box.exec(command, user="root", timeout_s=task.verifier_s)
     found = "no file"
     for path in REWARDS:

@@ -92,7 +92,7 @@ class LocalBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
         """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
-        if fault := local_fault(recipe.image, (recipe.folder, *recipe.files)):
+        if fault := local_fault(recipe.image, (recipe.folder, *recipe.folders, *recipe.files)):
             raise InnerError(fault)
         with faults_of_machine(ProviderFailed):
             home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))
@@ -106,7 +106,7 @@ class LocalBoxes:
     def _make_folders(self, home: Path, owner: BoxOwner, recipe: BoxRecipe) -> None:
         told = {"labels": owner.labels, "until": self._clock() + recipe.ttl_s, "folder": recipe.folder}
         (home / "box.json").write_text(json.dumps(told))
-        for name in {*FOLDERS, PurePosixPath(recipe.folder).parts[1]}:
+        for name in {*FOLDERS, *(PurePosixPath(path).parts[1] for path in (recipe.folder, *recipe.folders))}:
             (home / "root" / name).mkdir(parents=True)
         (home / "root" / recipe.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
 
