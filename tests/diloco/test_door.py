@@ -20,6 +20,7 @@ from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, TooFar
 from rendezvous import layout
+from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.records.digests import digest
@@ -380,9 +381,8 @@ def test_a_fleet_finds_the_liar_among_its_actors_and_an_audit_agrees(tmp_path: P
         begin("-m", "diloco.actor", fleet.url, "--name", "a01"),
         begin("-c", LIE, fleet.url, "--name", "a02"),
     ]
-    fleet.wait_for(
-        lambda: len(events(fleet, "joined")) == 2
-    )  # else the first outer steps may be over before they sample
+    beats: Callable[[], Any] = lambda: (read_beat(fleet.store, name) for name in ("a01", "a02"))  # noqa: E731
+    fleet.wait_for(lambda: all(beat is not None and beat.phase == "sample" for beat in beats()))
     fleet.start_all()
     fleet.wait_for(lambda: all(sampled_by(fleet, name) >= 4 for name in ("a01", "a02")))
     fleet.wait_for(lambda: len(events(fleet, "rollouts_doubted")) >= 2 and bool(events(fleet, "rollouts_found")))

@@ -104,11 +104,13 @@ def test_images_of_the_verifier(tmp_path: Path) -> None:
 
 
 class Dying(LocalBoxes):
-    """Boxes for verifiers, of which the first ones die at the verifier, or at their start."""
+    """Boxes for verifiers, of which the first ones die at the verifier, or at their start.  There is room for one."""
 
     deaths, refusals, judged = 0, 0, 0
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Any:
+        if self.find({}):
+            raise ProviderFailed("the account's one box still runs")
         made = super().start(owner, recipe, timeout_s=timeout_s)
         if "fresh" not in owner.place:
             return made

@@ -153,7 +153,8 @@ class Episode:
     ) -> float | None:
         """Return the number of a verifier in a new box.   found: an episode's artifacts, if they are to be judged.
 
-        Raises BoxGone and ProviderFailed."""
+        The episode's box ends first: an account may have no room for both.   Raises BoxGone and ProviderFailed."""
+        _release_quietly(self._starter, self._owner)
         try:
             box = self._starter.start(self._fresh_owner(n), _verifiers_recipe(self.task))
             if found is not None:
