@@ -25,7 +25,7 @@ from executors.platforms.places import Place, make_executor, places_of
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous.agreement.membership import read_control
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import RendezvousError, StoreRefused
 from rendezvous.stores.run_key import open_signed
 
 ENTRYPOINT = "executors.supervision.supervisor:main"
@@ -89,13 +89,15 @@ def main(argv: list[str]) -> int:
 
 
 def is_cut_off(run: str, code: int) -> bool:
-    """Whether the supervisor ended without writing its last heartbeat ("left").  True if the store does not answer."""
+    """Whether the supervisor ended without writing its last heartbeat ("left").
+
+    True if the store does not answer; False if it refuses this platform's keys, because a repetition changes nothing."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:
         return supervisor_of(open_signed(run)) is not None
-    except RendezvousError:
-        return True
+    except RendezvousError as error:
+        return not isinstance(error, StoreRefused)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The real client and real processes against support/hf_server.py; replicas stay i
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +23,7 @@ from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.clock import SystemClock
+from rendezvous.errors import StoreError, StoreRefused
 from tests.executors.test_hf_jobs_run import URL, founded, hub, idle, outputs, s3, wait_for
 
 __all__ = ["hub", "s3"]  # fixtures
@@ -132,6 +134,15 @@ def test_a_leave_record_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
     lease.beat("left")
     for code in (1, exitcodes.LEFT, exitcodes.GAVE_UP):
         assert not is_cut_off(URL, code), "the run was given up or left: that is final"
+
+
+@pytest.mark.parametrize(("error", "again"), [(StoreRefused("AccessDenied"), False), (StoreError("503"), True)])
+def test_a_refused_key_is_final_and_a_silent_store_is_not(
+    error: StoreError, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modal started a supervisor with another account's keys ten times, and told "cut off" in place of "AccessDenied"."""
+    monkeypatch.setattr("executors.supervision.hosted.open_signed", Mock(side_effect=error))
+    assert is_cut_off(URL, 1) is again
 
 
 def test_a_supervisors_job_that_ended_well_tells_how_the_supervisor_ended() -> None:

@@ -192,7 +192,7 @@ def test_a_supervisor_that_died_in_silence_is_succeeded_from_another_machine(
     found.store.put(layout.beat_key(SUPERVISOR), silent.encode())
     far = {"DILOCO_PLACE": "another-machine", "HOME": str(tmp_path)}
     status = diloco("status", run, **far)
-    assert "last heard 2 h 0 min ago" in status.stdout and "resume" in status.stdout, words(status)
+    assert "last heard 2 h 00 min ago" in status.stdout and "resume" in status.stdout, words(status)
     resumed = diloco("resume", run, "--detach", "--yes", **far)
     assert resumed.returncode == 0 and "resumed" in resumed.stdout, words(resumed) + log_of_all(platform)
     assert "supervised by modal (fc-" in resumed.stdout and "supervises this run already" not in resumed.stdout
