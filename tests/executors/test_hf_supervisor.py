@@ -140,7 +140,7 @@ def test_a_leave_record_is_final_and_a_crash_is_not(tmp_path: Path, s3) -> None:
 def test_a_refused_key_is_final_and_a_silent_store_is_not(
     error: StoreError, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Modal started a supervisor with another account's keys ten times, and told "cut off" in place of "AccessDenied"."""
+    """Modal repeated a supervisor with another account's keys, and told "cut off" in place of "AccessDenied"."""
     monkeypatch.setattr("executors.supervision.hosted.open_signed", Mock(side_effect=error))
     assert is_cut_off(URL, 1) is again
 
