@@ -76,9 +76,9 @@ demo: install
 real: $(SMOLLM2)
 	$(BIN)/python examples/real/run.py
 
-# four workers on two cores, because tests wait for processes; those that look at the clock come after, by two
+# five workers on two cores, because tests wait for processes; those that look at the clock come after, by two
 test: install
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not slow" $(addprefix --ignore=,$(CLOCKED))
+	$(BIN)/python -m pytest -q -n 5 --dist worksteal -m "not slow" $(addprefix --ignore=,$(CLOCKED))
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(CLOCKED)
 
 test-slow: install

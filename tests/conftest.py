@@ -14,6 +14,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache, wraps
@@ -137,6 +138,14 @@ def the_wheel_is_packed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wheel, "_build_wheel", build_once)
         yield
+
+
+@pytest.fixture(autouse=True)
+def module_path_stays() -> Iterator[None]:
+    """Code of a user puts its modules on the path of this process, where a later test took them for installed ones."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(autouse=True)
