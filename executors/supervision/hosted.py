@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 def is_cut_off(run: str, code: int) -> bool:
     """Whether the supervisor ended without writing its last heartbeat ("left").
 
-    True if the store does not answer; False if it refuses this platform's keys, because a repetition changes nothing."""
+    True if the store does not answer; False if it refuses this platform's keys, since a repetition changes nothing."""
     if code in (exitcodes.DONE, exitcodes.USER_ERROR, LOST_LEASE):
         return False
     try:
