@@ -7,6 +7,7 @@ Its pins do not go with ours, so servers and its own clients run under the Pytho
     their clients (EnvClient, MCPToolClient) ──▶ our servers
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -86,6 +87,13 @@ def _wait_for_health(process: subprocess.Popen[bytes], port: int) -> None:
 
 def address(port: int) -> str:
     return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(autouse=True)
+def sessions_end_with_their_test() -> Iterator[None]:
+    """Trainer.train collects garbage, which closes the sessions of a trainer before; tests leave that out (conftest)."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
