@@ -91,7 +91,7 @@ def address(port: int) -> str:
 
 @pytest.fixture(autouse=True)
 def sessions_end_with_their_test() -> Iterator[None]:
-    """Trainer.train collects garbage, which closes the sessions of a trainer before; tests leave that out (conftest)."""
+    """Trainer.train collects garbage, which closes the sessions of a former trainer; tests leave that out."""
     yield
     gc.collect()
 
