@@ -23,7 +23,7 @@ import random
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -152,6 +152,7 @@ def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
     try:
         tables = _tables(tomllib.loads((folder / "task.toml").read_text("utf-8")), folder)
         _refuse_unsupported(tables, folder)
+        _refuse_missing(folder, () if verifier_image or tables[OWN].get("docker_image") else (TEST,))
         instruction = (folder / "instruction.md").read_text("utf-8")
         box = tables["environment"]
         _refuse_unusable(folder, image)
@@ -163,7 +164,9 @@ def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
     tests = {} if has_tests else pack(folder / "tests", "/tests", root=folder / "tests", seen=seen)
     if not has_tests and f"/{TEST}" not in tests:
-        raise InnerError(f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/. Copy it there.")
+        raise InnerError(
+            f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/, or missing. Add it."
+        )
     return HarborTask(
         name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
         agent_s=_seconds(tables["agent"], "agent", folder), verifier_s=_seconds(tables["verifier"], "verifier", folder),
@@ -187,7 +190,7 @@ def _table(told: dict[str, Any], name: str, folder: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(tables: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Refuse a task that asks for more than a box has, and one without an instruction or a verifier."""
+    """Refuse a task that asks for more than a box has."""
     for name, usual, what in UNSUPPORTED:
         for table, values in tables.items():
             if values.get(name) not in usual:
@@ -195,7 +198,11 @@ def _refuse_unsupported(tables: dict[str, dict[str, Any]], folder: Path) -> None
                     f"{folder}/task.toml: {f'[{table}] ' * bool(table)}{name} asks for {what}, which a box does not "
                     "have. Leave the task out."
                 )
-    for name in ("instruction.md", TEST):
+
+
+def _refuse_missing(folder: Path, verifier: Sequence[str]) -> None:
+    """Refuse a task without an instruction or a verifier.   verifier: its files; none if an image may have it."""
+    for name in ("instruction.md", *verifier):
         if not (folder / name).is_file():
             what = "no verifier" if name == TEST else "no instruction"
             raise InnerError(f"the Harbor task {folder} has {what}: {name} is missing. Add it, or leave the task out.")
@@ -208,7 +215,7 @@ def _refuse_unusable(folder: Path, image: str) -> None:
             f"the Harbor task {folder} has {compose.name}, and a box is one container. Leave the task out, or build an "
             "image with all that it needs, and name it in task_options.image."
         )
-    if b"\r\n" in (folder / TEST).read_bytes():
+    if (folder / TEST).is_file() and b"\r\n" in (folder / TEST).read_bytes():
         raise InnerError(
             f"{folder / TEST} has the line ends of Windows, which bash cannot read. Remove them: "
             f"sed -i 's/\\r$//' {shlex.quote(str(folder / TEST))}"

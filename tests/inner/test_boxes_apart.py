@@ -1,5 +1,6 @@
 """Harbor tasks whose verifier has a box of its own, as `harbor init` writes them (harbor 0.26)."""
 
+import gzip
 import io
 import shutil
 import tarfile
@@ -67,6 +68,16 @@ def test_a_folder_replaces_that_of_the_verifiers_box(tmp_path: Path) -> None:
 
 
 @bubblewrapped
+def test_a_file_may_come_where_a_folder_was_and_the_other_way_round(tmp_path: Path) -> None:
+    """The artifacts could not be unpacked, which counted as the provider's fault: a way out for a policy that fails."""
+    docker = "FROM x\nCOPY repo /app/more\nCOPY repo/given.txt /app/out\nWORKDIR /app\n"
+    provider, test = LocalBoxes(tmp_path / "boxes"), judge("[ -f more ] && [ -f out/a ]")
+    env = environment(provider, write_task(tmp_path / "task", test=test, toml=OUT, docker=docker))
+    env.bash("rm -r more out; touch more; mkdir out; touch out/a")
+    assert env.get_reward() == 1.0 and env._starter.counts["provider"] == 0
+
+
+@bubblewrapped
 @pytest.mark.parametrize("own", [True, False])
 def test_a_box_with_tests_of_its_own_keeps_them_from_the_model(tmp_path: Path, own: bool) -> None:
     test = judge('cat /tests/hidden && [ "$A$B" = 12 ] && grep 42 out')
@@ -101,6 +112,8 @@ def test_images_of_the_verifier(tmp_path: Path) -> None:
     (folder / "task.toml").write_text('[verifier.environment]\ndocker_image = "c"\nallow_internet = false\n')
     (task,) = read_tasks(folder)
     assert task.apart is not None and task.apart.image == "c" and task.apart.offline and not task.offline
+    shutil.rmtree(folder / "tests")
+    assert read_tasks(folder) == [task], "its image has the tests"
 
 
 class Dying(LocalBoxes):
@@ -228,7 +241,19 @@ def test_of_a_forged_archive_only_files_below_the_path_are_kept(
         assert made.getnames() == kept and all(member.isreg() and not member.mode & 0o7000 for member in made)
 
 
-@pytest.mark.parametrize("archive", [b"", b"x" * 2000, archive_of(("app/out", PLAIN, b"1" * 5000))[:3000]])
+def nested(of: bytes, deep: int) -> bytes:
+    """An archive of headers that each announce another one."""
+    return b"".join(archive_of(("x", kind(of), b""))[:512] for _ in range(deep))
+
+
+@pytest.mark.parametrize(
+    "archive",
+    [
+        b"", b"x" * 2000, archive_of(("app/out", PLAIN, b"1" * 5000))[:3000],
+        gzip.compress(archive_of(("app/out", PLAIN, b"1"))), nested(b"x", 3000), nested(b"L", 3000),
+    ],
+    ids=["empty", "noise", "cut", "compressed", "pax", "long names"],
+)  # fmt: skip
 def test_a_broken_archive_has_no_artifacts(archive: bytes) -> None:
     box: Any = Forged(archive)
     with tarfile.open(fileobj=io.BytesIO(collect(box, [["/app/out"]], print).tar)) as made:
@@ -243,6 +268,6 @@ def test_a_large_artifact_is_left_out_and_told(tmp_path: Path, monkeypatch: pyte
     box.exec("head -c 2000000 /dev/zero > /app/out; mkdir /app/b; echo 1 > /app/b/c", user="user", timeout_s=30)
     found = collect(box, [["/app/out"], ["/app/b"], ["/app/absent"]], told.append)
     with tarfile.open(fileobj=io.BytesIO(found.tar)) as made:
-        assert made.getnames() == ["app/b/c"] and found.folders == ["/app/b"]
+        assert made.getnames() == ["app/b/c"] and found.places == {"/app/b": True}
     assert told == ["the artifact /app/out has 1 MiB or more, so the verifier did not get it."]
     assert box.exec("ls /tmp", user="user", timeout_s=30).output == ""

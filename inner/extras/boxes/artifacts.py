@@ -2,7 +2,7 @@
 
     the episode's box ── tar of each path, at most MOST bytes ──▶ read here: regular files below the path
                                                                     │ one tar, made anew
-    the verifier's box ◀── empty these folders, unpack ─────────────┘
+    the verifier's box ◀── remove what is at these paths, unpack ───┘
 
 The first tar comes from a box that a policy has used, so we trust nothing in it: names elsewhere, devices, and links
 that lead out of the archive are left out, as Harbor does.
@@ -26,35 +26,41 @@ LARGE = 4  # exit code of PACK
 PACK = """[ -e {path} ] && f=$(mktemp /tmp/artifact-XXXXXX) || exit 1
 tar -C / -cf - {without} -- {name} 2>/dev/null | head -c {most} > "$f"
 [ "$(stat -c %s "$f")" -lt {most} ] || {{ rm -f "$f"; exit {large}; }}; echo "$f" """
-EMPTY = "{{ [ ! -d {path} ] || find {path} -mindepth 1 -delete; }} && "
+CLEARED = "{{ [ {is_folder} = True ] && [ -d {path} ] || rm -rf {path}; }} && "  # a file may stand where a folder comes
+EMPTIED = "{{ [ ! -d {path} ] || find {path} -mindepth 1 -delete; }} && "
+DAMAGE = (tarfile.TarError, ValueError, OverflowError, RecursionError)  # what a forged archive raises
 TAR = "/tmp/artifacts.tar"  # in the verifier's box
 
 
 class Artifacts(NamedTuple):
-    """Artifacts outside any box.   tar: an archive of all.   folders: paths whose contents it replaces."""
+    """Artifacts outside any box.   tar: an archive of all.   places: path that it replaces -> is it a folder."""
 
     tar: bytes
-    folders: list[str]
+    places: dict[str, bool]
 
 
 def collect(box: Box, artifacts: Sequence[Sequence[str]], tell: Callable[[str], None]) -> Artifacts:
     """Return the artifacts that are in an episode's box; call tell(why) for one that is too large.   Raises BoxGone."""
-    out, folders = io.BytesIO(), list[str]()
+    out, places = io.BytesIO(), dict[str, bool]()
     with tarfile.open(fileobj=out, mode="w") as all_of_them:
         for path, *without in artifacts:
             packed = io.BytesIO(_pack(box, path, without, tell))
-            with suppress(tarfile.TarError), tarfile.open(fileobj=packed) as found:  # else it is empty, or damaged
-                folders += [path for member in found.getmembers()[:1] if member.isdir()]
+            with suppress(*DAMAGE), tarfile.open(fileobj=packed, mode="r:") as found:  # "r" would unpack a bomb
+                if members := found.getmembers():
+                    places[path] = members[0].isdir()
                 for member, data in _files_below(found, path):
                     all_of_them.addfile(member, io.BytesIO(data))
-    return Artifacts(out.getvalue(), folders)
+    return Artifacts(out.getvalue(), places)
 
 
 def place(box: Box, artifacts: Artifacts) -> None:
     """Put the artifacts into the verifier's box.   Raises BoxGone, and ProviderFailed if they cannot be unpacked."""
     box.write(TAR, artifacts.tar)
-    empty = "".join(EMPTY.format(path=shlex.quote(path)) for path in artifacts.folders)
-    ran = box.exec(f"{empty}tar -C / -xf {TAR} && rm -f {TAR}", user="root", timeout_s=LIMIT_S)
+    clear = "".join(
+        (CLEARED + EMPTIED).format(path=shlex.quote(path), is_folder=is_folder)
+        for path, is_folder in artifacts.places.items()
+    )
+    ran = box.exec(f"{clear}tar -C / -xf {TAR} && rm -f {TAR}", user="root", timeout_s=LIMIT_S)
     if ran.code:
         raise ProviderFailed(f"the verifier's box could not unpack the artifacts: {ran.output[-200:]!r}.")
 
@@ -86,7 +92,7 @@ def _files_below(archive: tarfile.TarFile, path: str) -> Iterator[tuple[tarfile.
         try:
             content = archive.extractfile(member)
             data = b"" if content is None else content.read(left + 1)
-        except (KeyError, RecursionError, tarfile.TarError):  # a link out of the archive, or in a circle
+        except (KeyError, *DAMAGE):  # a link out of the archive, or in a circle
             continue
         if content is None or (left := left - len(data)) < 0:
             continue
