@@ -44,7 +44,7 @@ from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat, read_control
+from rendezvous.agreement.membership import read_beat, read_control, read_leave
 from rendezvous.agreement.salvage import read_standing_control, write_stop
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError, StoreFull
@@ -338,8 +338,9 @@ def _prove_claim_end(store: Store, claim: Claim, before: Beat | None, over: set[
         text = f"pid {claim.pid} runs here for {old}, which has another name now. Rename it back and stop it there"
         return End(name, True, f"{text}, or `kill {claim.pid}`")
     now = _beat_of_claim(store, claim)
-    if now is not None and now.phase == "left":
-        return End(name, False, f"left at outer step {now.step}")
+    last = now if now is not None and now.phase == "left" else None  # a late request may have overwritten that beat
+    if left := last or read_leave(store, claim.slot, claim.generation):
+        return End(name, False, f"left at outer step {left.step}")
     where = f"pid {claim.pid} on {host_words(claim.host) or 'an unknown machine'}"
     if now is not None and before is not None and now.n != before.n and claim.host not in over:
         return End(name, True, f"its heartbeat changes, so it may run elsewhere: {where}")

@@ -19,6 +19,7 @@ Not promised: that a slot with a beat makes progress, or that a silent slot is d
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -359,6 +360,7 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._beats = 0
+        self._beating = threading.RLock()  # reentrant: simulated threads share one real thread
         self._ticked = 0.0, self.clock.now()  # the last tick's time, by `awake_s` and by the clock
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
         self._read_at: dict[str, float] = {}  # slot -> `awake_s` at the last request for its beat
@@ -446,13 +448,14 @@ class Membership:
             self.clock.sleep(self.timing.beat)
 
     def _beat(self) -> None:
-        self._beats += 1
-        note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
-        beat = Beat(
-            slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
-            pid=self.pid, **vars(replace(self.status, note=note)),
-        )  # fmt: skip
-        self.store.put(layout.beat_key(self.slot), beat.encode())
+        with self._beating:  # else a beat of `tick` may be late, and overwrite the last one
+            self._beats += 1
+            note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
+            beat = Beat(
+                slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
+                pid=self.pid, **vars(replace(self.status, note=note)),
+            )  # fmt: skip
+            self.store.put(layout.beat_key(self.slot), beat.encode())
 
     def write_leave_beat(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""

@@ -100,6 +100,25 @@ PARTS = {  # part -> (verb, key) of its first request, and what the others still
 }
 
 
+def test_a_slow_beat_does_not_overwrite_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: `diloco stop` reported a replica that had left as one that was gone without a leave record."""
+    members = member(store := run(), Told())
+    leaver = threading.Thread(target=members.write_leave_beat)
+    put = store.put
+
+    def late_put(key: str, body: bytes) -> None:
+        if threading.current_thread() is not leaver:
+            leaver.start()
+            leaver.join(0.1)  # in that time it writes the last beat, or it waits for this one
+        put(key, body)
+
+    monkeypatch.setattr(store, "put", late_put)
+    members.run(lambda: leaver.ident is not None)
+    leaver.join()
+    beat = read_beat(store.inner, "r00")
+    assert beat and (beat.phase, beat.n) == ("left", 2)
+
+
 @pytest.mark.parametrize("error", [TypeError("not this"), MemoryError(), RecursionError("deep"), OSError("bad disk")])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_a_tick_that_fails_hinders_no_other(part: str, error: Exception) -> None:

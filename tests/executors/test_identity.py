@@ -30,7 +30,7 @@ from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull, StoreGone, StoreReadOnly, StoreRefused
 from rendezvous.machine import machine_name
-from rendezvous.records.records import Beat
+from rendezvous.records.records import Beat, Leave, new_nonce
 from rendezvous.store import Body, Buffer
 from rendezvous.stores.files import FileStore
 from tests.support.fakes import ManualClock
@@ -95,6 +95,14 @@ def test_a_process_that_says_it_is_the_run_s_is_killed(store: FileStore, start: 
     claim(store, SystemClock(), "r00", **identity(child.pid))
     assert stop(store)["r00-1"] == (False, "gone without a leave record")
     assert child.wait(10) == -signal.SIGKILL
+
+
+def test_a_leave_record_counts_though_a_late_request_overwrote_the_last_beat(store: FileStore) -> None:
+    generation = claim(store, SystemClock(), "r00", host="elsewhere", pid=4711, started=5)
+    store.put(layout.beat_key("r00"), Beat("r00", generation, 9, "wait", 3, 0, 1.0, 9.0).encode())
+    left = Leave("r00", generation, 4, "0" * 16, "asked to leave", new_nonce(), 9.0)
+    store.put(layout.leave_key("r00", generation), left.encode())
+    assert stop(store)["r00-1"] == (False, "left at outer step 4")
 
 
 class Unwritable(FileStore):

@@ -311,7 +311,8 @@ def test_stop_proves_that_nobody_runs_any_more(tmp_path, executor):
     supervisor.lease.beat("left")
     found_ends = stop_run(run.store, SystemClock(), 30.0, said.append)
     assert [(e.name, e.live) for e in found_ends] == [("r00-1", False), ("r01-1", False)]
-    assert all("left at outer step" in e.text for e in found_ends), found_ends
+    logs = [path.read_text() for path in sorted(tmp_path.rglob("processes/*.log"))]
+    assert all("left at outer step" in e.text for e in found_ends), (found_ends, said, logs)
     assert not any("killed" in text for text in said)
     assert read_control(run.store).stop
     again = open_run(run_config(run, tmp_path), run.url, SystemClock())  # the same command resumes

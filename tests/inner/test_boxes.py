@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError, SandboxMissing
-from inner.extras.boxes import episode, local, starting
+from inner.extras.boxes import episode, kept, local, starting
 from inner.extras.boxes.box import (
     CUT,
     HALF_OUTPUT,
@@ -645,6 +645,27 @@ def test_a_background_process_outlives_its_command_until_the_verifier(tmp_path: 
     assert box.exec("echo again", user="user", timeout_s=30).output == "again\n", "new namespaces"
     assert box.exec(SERVER, user="root", timeout_s=30).code == 0
     assert box.exec(IS_UP, user="root", timeout_s=30).code == 1, 'also if the episode is "root"'
+
+
+@real
+@pytest.mark.parametrize("wrap", [namespaces, pytest.param(local.bubblewrap, marks=bubblewrap_works)])
+def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
+    tmp_path: Path, wrap: local.Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the episode read `nsenter: cannot open /proc/8717/ns/cgroup`, if its last command had killed them all."""
+    box = LocalBoxes(tmp_path / "boxes", wrap=wrap).start(OWNER, BoxRecipe(), timeout_s=1)
+    assert box.exec("true", user="user", timeout_s=30).code == 0
+    words, ends = kept.KeptNamespaces.words, iter([True])
+
+    def words_of_the_past(self: kept.KeptNamespaces, folder: str) -> list[str]:
+        found = words(self, folder)
+        if next(ends, False):
+            self.close()
+        return found
+
+    monkeypatch.setattr(kept.KeptNamespaces, "words", words_of_the_past)
+    assert box.exec("echo once >>log; cat log; pwd", user="user", timeout_s=30) == Ran(0, "once\n/app\n")
+    assert next(ends, None) is None, "the box's processes have ended meanwhile"
 
 
 @real

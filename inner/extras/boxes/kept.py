@@ -2,7 +2,7 @@
 
     sh ── bwrap … ── sh ── sleep     ends when our end of a pipe closes (`close`, or the death of this process), or by
                      ▲               end_processes in any process; every process of the box ends with it
-    nsenter ─────────┘── command     each command enters the namespaces of the box's first process
+    nsenter ─────────┘── command     each command enters the namespaces of the box's first process, and writes BEGUN
 
 bwrap makes two user namespaces: the outer one owns the others, and the processes have their uid in the inner one. So a
 command enters the outer one, then the others, and then the inner one.
@@ -22,6 +22,7 @@ from pathlib import Path
 # bwrap ends with the thread that started it; a shell's thread does not end before the box
 HOLD = '"$@" </dev/null & exec >&-; read -r _; kill -9 $!'
 READY = b"the box is ready\n"
+BEGUN = b"\n"  # a command that has entered writes it to its standard input; it never comes if the box's processes end
 FIRST = ("sh", "-c", f"echo {READY.decode().strip()}; sleep infinity; exit")  # dash would exec a last command
 OTHERS = {"mnt": "--mount", "pid": "--pid", "uts": "--uts", "ipc": "--ipc", "net": "--net", "cgroup": "--cgroup"}
 NS_GET_USERNS = 0xB701  # an ioctl of namespaces, ioctl_ns(2): the user namespace that owns this one
@@ -51,7 +52,9 @@ class KeptNamespaces:
         return _is_first(self._pid)
 
     def words(self, folder: str) -> list[str]:
-        """Return the words in front of a command that runs in these namespaces and in `folder`.   Raises OSError."""
+        """Return the words in front of a command that runs in these namespaces and in `folder`.   Raises OSError.
+
+        The command has to get a standard input to which it can write BEGUN."""
         there = f"/proc/{self._pid}"
         if self._owner is None:  # it stays open, because nsenter opens it later
             with open(f"{there}/ns/mnt", "rb") as mounts:
@@ -64,7 +67,7 @@ class KeptNamespaces:
             words += ["nsenter", "-t", pid, "--user", "--preserve-credentials", "--"]
         environ = Path(f"{there}/environ").read_text(errors="surrogateescape").split("\0")
         words += ["setpriv", "--no-new-privs", "env", "-i", *(pair for pair in environ if pair)]
-        return [*words, "sh", "-c", 'cd "$0" && exec "$@"', folder]
+        return [*words, "sh", "-c", 'echo >&0; cd "$0" && exec "$@" </dev/null', folder]
 
     def close(self) -> None:
         """End every process of the box."""
@@ -78,8 +81,10 @@ def kept_namespaces(words: Sequence[str], folder: str, note: Path) -> KeptNamesp
     kept = KeptNamespaces(words)
     with suppress(OSError):  # also of a full disk, or of a box that another process removes
         kept.write_note(note)
-        if kept.is_alive and subprocess.run([*kept.words(folder), "true"], capture_output=True).returncode == 0:
-            return kept
+        if kept.is_alive:
+            words = [*kept.words(folder), "true"]
+            if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+                return kept
     kept.close()
     return None
 

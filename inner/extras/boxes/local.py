@@ -41,7 +41,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-from inner.extras.boxes.kept import KeptNamespaces, end_processes, kept_namespaces
+from inner.extras.boxes.kept import BEGUN, KeptNamespaces, end_processes, kept_namespaces
 from inner.tasks.harbor import MACHINES, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
@@ -143,12 +143,30 @@ class LocalBox:
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         """Run a command. After its time limit, it ends."""
-        with faults_of_machine(BoxGone):
-            words = [*self._words(user), *wrapped_command(command, timeout_s)]
-            child = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        ran, has_begun = self._exec_once(command, user=user, timeout_s=timeout_s)
+        if not has_begun:  # the command before has just ended every process of the box
+            self._end_processes()
+            ran, _ = self._exec_once(command, user=user, timeout_s=timeout_s)
+        return ran
+
+    def _exec_once(self, command: str, *, user: str, timeout_s: float) -> tuple[Ran, bool]:
+        """Run a command; return also whether it has begun, which it cannot in namespaces that have just ended."""
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)  # a process that forked meanwhile has `theirs`, too
+        with open(ours, "rb", buffering=0) as told:
+            try:
+                with faults_of_machine(BoxGone):
+                    words, enters = self._words(user)
+                    child = subprocess.Popen(
+                        [*words, *wrapped_command(command, timeout_s)], stdin=theirs if enters else subprocess.DEVNULL,
+                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                    )  # fmt: skip
+            finally:
+                os.close(theirs)
+            ran = self._wait(child, timeout_s)
+            return ran, not enters or told.read(1) == BEGUN
+
+    def _wait(self, child: "subprocess.Popen[bytes]", timeout_s: float) -> Ran:
         try:
             raw, _ = child.communicate(timeout=timeout_s + KILL_AFTER_S + ANSWER_S)
             code = child.returncode  # below 0 if the command killed all processes of the box
@@ -160,8 +178,8 @@ class LocalBox:
             if child.returncode is None:
                 _kill_group(child)
 
-    def _words(self, user: str) -> list[str]:
-        """Return the words in front of a command: of the box's own namespaces, or of new ones if it can have none."""
+    def _words(self, user: str) -> tuple[list[str], bool]:
+        """Return the words in front of a command, and whether it enters the box's own namespaces, or gets new ones."""
         try:
             words = self._wrap(self._root(), self._folder, user)
         except BoxGone:
@@ -173,12 +191,12 @@ class LocalBox:
                 self._kept.close()
                 self._kept = None
             if is_root or not self._can_keep:
-                return words
+                return words, False
             self._kept = self._kept or kept_namespaces(words, self._folder, self._home / PROCESSES)
             self._can_keep = self._kept is not None
             with suppress(OSError):  # the episode has just ended all its processes
-                return words if self._kept is None else self._kept.words(self._folder)
-            return words
+                return (words, False) if self._kept is None else (self._kept.words(self._folder), True)
+            return words, False
 
     def _end_processes(self) -> None:
         with self._lock:
