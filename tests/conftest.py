@@ -17,7 +17,10 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, wraps
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 if os.environ.get("DILOCO_TEST_GPU") != "1":
@@ -43,6 +46,17 @@ COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of i
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         os.environ[QUICK] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker begin with other files: pytest then rewrites and compiles each file about once, not once each."""
+    config, count = session.config, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    places = [Path(arg.partition("::")[0]) for arg in config.args] if count > 1 else []
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("test_*.py")))]
+    for file in files[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) :: count]:
+        with suppress(Exception, pytest.skip.Exception):  # collection tells it
+            import_module(".".join(file.absolute().relative_to(config.rootpath).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves the slow ones out

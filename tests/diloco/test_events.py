@@ -1,7 +1,7 @@
 """The table of event kinds: complete for all that is emitted and read, and shown by every view."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -38,10 +38,10 @@ EMITS = {"emit", "_emit", "book", "_emit_end"}
 OF_OTHERS = {"runs"}  # Emit protocols of code that is not a run's
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[Path, ast.Module]]:
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [(path, ast.parse(path.read_text())) for path in paths]
 
 
 def literals(node: ast.AST) -> set[str]:

@@ -119,6 +119,7 @@ def by_us(config: OuterConfig) -> list[list[float]]:
     return both(replica)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("alpha", [0.5, 0.0])
 @pytest.mark.parametrize("h", [8, 20, 40])
 def test_240_losses_are_those_of_torchfts_own_diloco(lighthouse: str, h: int, alpha: float) -> None:
