@@ -83,6 +83,7 @@ class Session:
         self._ended = threading.Event()
         self.why = "asked to leave"
         self.on_event: Callable[[str, dict[str, Any]], None] = lambda event, fields: None  # called with every event
+        self.where: Callable[[], str] = where_it_stands  # tells where an inner step hangs
         self.watchdog = Watchdog(self.clock, hung_after_s)
         self._turn = TurnWatch()
         self._flush_due = False
@@ -216,12 +217,12 @@ class Session:
 
     def _end_hung(self, stood_s: float) -> None:
         """Log where the main thread hangs, and end the process, because that thread no longer reacts."""
-        where = where_it_stands()
+        faulthandler.dump_traceback(sys.stderr)
+        where = self.where()
         limit = self.watchdog.limit_s
         status = self.rv.members.status
         text = f"no inner step for {stood_s:.0f} s (limit {limit:.0f} s, at least fleet.hung_after_s): {where}"
         print(f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr)
         self.emit("hung", step=status.step, inner=status.inner, stood_s=stood_s, limit_s=limit, where=where, text=text)
         self._say_last_words()
         os._exit(exitcodes.HUNG)

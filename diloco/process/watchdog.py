@@ -19,10 +19,12 @@ Not promised: the inner steps since the last sync, which are lost; code that hol
 the heartbeat too, and for that reason the replica is replaced.
 """
 
+import re
 import sys
 import threading
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 
 from rendezvous.clock import Clock
@@ -105,4 +107,14 @@ def where_it_stands() -> str:
     """Return the main thread's innermost calls, outermost first: "rewards.py:12 judge > ssl.py:1104 read"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     calls = traceback.extract_stack(frame)[-FRAMES:] if frame else []
-    return " > ".join(f"{c.filename.rpartition('/')[2]}:{c.lineno} {c.name}" for c in calls) or "nowhere"
+    return _in_words((c.filename, c.lineno, c.name) for c in calls)
+
+
+def where_it_stood(dump: str) -> str:
+    """Return the same from what faulthandler wrote about a process, whose main thread it writes last."""
+    main = re.split("[Tt]hread 0x", dump)[-1]
+    return _in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', main)[FRAMES - 1 :: -1])
+
+
+def _in_words(calls: Iterable[tuple[str, object, str]]) -> str:
+    return " > ".join(f"{file.rpartition('/')[2]}:{line} {name}" for file, line, name in calls) or "nowhere"

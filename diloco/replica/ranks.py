@@ -88,7 +88,7 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     followers.on_loss = partial(_say_loss, session)
     followers.on_told = partial(_take_word, SessionHost(session))
     followers.is_over = partial(_has_no_round_left, session)
-    session.on_event = partial(_show_if_hung, session.on_event)
+    session.where = _where_ranks_stand
     try:
         if run.config.script is not None:
             return replica.script_session(run, session, partial(tell_script, run.config.script))
@@ -107,12 +107,11 @@ def _has_no_round_left(session: Session) -> bool:
     return rv.is_leaving or rv.is_done or rv.members.status.phase == "left"
 
 
-def _show_if_hung(then: Callable[[str, dict[str, Any]], None], event: str, fields: dict[str, Any]) -> None:
-    then(event, fields)
-    if event == "hung":  # rank 0 waits for a rank whose code hangs
-        from diloco.outer.ranks.group import show_ranks
+def _where_ranks_stand() -> str:
+    """Return where each rank stands.   If the code of another rank hangs, rank 0 only waits."""
+    from diloco.outer.ranks.group import show_ranks
 
-        show_ranks()
+    return show_ranks()
 
 
 def _say_loss(session: Session, text: str) -> None:
@@ -217,9 +216,9 @@ def follow() -> int:
     """Run a rank that rank 0 leads. Return the exit code."""
     import torch
 
-    from diloco.outer.ranks.group import Group, print_at_request
+    from diloco.outer.ranks.group import Group, write_at_request
 
-    print_at_request()
+    write_at_request()
     if os.environ.get("OMP_NUM_THREADS") == "1":
         torch.set_num_threads(1)
     if (script := told_script()) is not None:

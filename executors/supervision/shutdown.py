@@ -39,13 +39,14 @@ from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import REAP_S, claimed_process, newest_claims, unproven_process
 from executors.platforms.places import build_executor
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
-from executors.supervision.lease import Lease, supervisor_of
+from executors.supervision.lease import Lease, supervisor_of, turn_s
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat, read_control, read_leave
 from rendezvous.agreement.salvage import read_standing_control, write_stop
+from rendezvous.background import fetch_together, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError, StoreFull
 from rendezvous.machine import machine_name
@@ -85,7 +86,7 @@ class Patience:
             self._boundary = boundary_of(read_run(store.url))
         self._asked = {} if grace_s is not None else self._beats()
         self._seconds = 0.0
-        self.silent_s = LOOK_S if getattr(store, "near", False) else LOOK_FAR_S
+        self.silent_s = (LOOK_S if getattr(store, "near", False) else LOOK_FAR_S) + turn_s(store, clock)
         self._changed: dict[str, tuple[Beat, float]] = {}  # slot -> newest heartbeat, and when it was first seen
 
     def hears(self, claim: Claim) -> bool:
@@ -109,8 +110,7 @@ class Patience:
         return self._seconds or GRACE_S
 
     def _beats(self) -> dict[str, Beat]:
-        beats = {claim.slot: _beat_of_claim(self._store, claim) for claim in newest_claims(self._store)}
-        return {slot: beat for slot, beat in beats.items() if beat is not None}
+        return {slot: beat for slot, beat in _newest_beats(self._store).items() if beat is not None}
 
 
 def stop_run(
@@ -133,7 +133,7 @@ def _is_over(store: Store, now: float) -> bool:
     """Whether the run has all its outer steps, and no process that would read a stop request.   now: Unix time."""
     with suppress(RendezvousError, ConfigError):  # replicas of a damaged run are asked to leave, too
         read_run(store.url)
-        beats = [_beat_of_claim(store, claim) for claim in newest_claims(store)]
+        beats = _newest_beats(store).values()
         heard = any(b is not None and b.phase != "left" and abs(now - b.at) < FRESH_S for b in beats)
         if heard or not is_finished(store, read_control(store)):
             return False
@@ -401,6 +401,12 @@ def _may_be_alive(store: Store, claim: Claim, patience: Patience) -> bool:
 def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:
     beat = read_beat(store, claim.slot)
     return beat if beat is not None and beat.generation == claim.generation else None
+
+
+def _newest_beats(store: Store) -> dict[str, Beat | None]:
+    """Return the heartbeat of each slot's newest claim; None without it."""
+    claims = {claim.slot: claim for claim in newest_claims(store)}
+    return fetch_together(together_on(store), lambda slot: _beat_of_claim(store, claims[slot]), claims)
 
 
 def _local_processes(store: Store) -> list[Handle]:

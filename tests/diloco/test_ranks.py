@@ -1,8 +1,10 @@
 """Replicas of several ranks: the number of ranks, and how they hold the model, change no bit of a run."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +24,12 @@ from diloco.audit.inner import recompute_offers
 from diloco.audit.offline_eval import OfflineScorer
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.manager import StoreManager
-from diloco.outer.ranks.group import join_ranks, print_at_request, refuse_missing_gpu
+from diloco.outer.ranks.group import SHOW, join_ranks, place_words, refuse_missing_gpu, write_at_request
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
 from diloco.process.ranks import Followers, tell_leader, told_twice
+from diloco.process.watchdog import where_it_stood
 from diloco.replica import main, replica
 from diloco.replica.ranks import _has_no_round_left
 from diloco.run.config import ConfigError, OuterError
@@ -393,6 +396,26 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
         assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err
 
 
-def test_a_rank_without_standard_error_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr", None)
-    print_at_request()
+def test_a_rank_tells_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(module.MEET, str(tmp_path / "meet"))
+    write_at_request()
+    try:
+        os.kill(os.getpid(), SHOW)
+    finally:
+        faulthandler.unregister(SHOW)
+    place = where_it_stood((tmp_path / "rank 1.calls").read_text())
+    assert re.search(r" > test_ranks.py:\d+ test_a_rank_tells_where_it_stands$", place) and place.count(" > ") == 3
+
+
+def test_places_of_ranks_that_wait_come_last() -> None:
+    waits = "distributed_c10d.py:4287 all_gather"
+    places = {"rank 0": waits, "rank 1": "world.py:7 step", "rank 2": waits, "rank 3": "world.py:7 step", "rank 4": "?"}
+    assert place_words(places) == f"rank 4: ?; rank 1, rank 3: world.py:7 step; rank 0, rank 2: {waits}"
+    assert where_it_stood("") == "nowhere"
+
+
+def test_a_rank_on_a_full_disk_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(module.MEET, str(tmp_path / "gone" / "meet"))
+    write_at_request()

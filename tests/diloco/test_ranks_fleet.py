@@ -188,6 +188,9 @@ def test_a_rank_that_hangs_ends_its_session_unless_its_reward_is_tried_again(
     assert report_of(fleet).sessions[0].end == end
     stands = fleet.log("r00").read_text().partition("rank 1 stands here:\n")[2]
     assert ("rewards.py" in stands and " in score" in stands) == (end == "hung"), "rank 0 waits in an all_gather"
+    told = [event["where"].partition("; rank 0: ") for event in logged(fleet, "r00", "hung")]
+    assert [first.startswith("rank 1: ") and " score" in first for first, *_ in told] == [True] * (end == "hung")
+    assert end != "hung" or fleet.log("r00").read_text().splitlines()[-1].startswith("r00: no inner step for")
 
 
 AWAY = """

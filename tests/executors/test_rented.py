@@ -136,6 +136,7 @@ def test_a_container_that_never_beats_is_replaced_after_its_time_to_boot(world):
     assert world.cloud.job("r00").spec.attempt == 2 and not world.told("replacing")
     world.pass_time(40)
     assert world.cloud.job("r00").spec.attempt == 3 and world.cloud.running("r01") == [1]
+    assert world.told("lost")[-1]["reason"] == "its supervisor ended it, because it sent no heartbeat"
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from diloco.run.record import ModelRecord, Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from diloco.runlog.summary import checks
 from executors.platforms.base import State
-from executors.platforms.on_host.executor import LocalProcessExecutor
+from executors.platforms.on_host.executor import LocalProcessExecutor, newest_claims
 from executors.supervision.lease import Lease, Supervised, supervisor_of
-from executors.supervision.shutdown import stop_run
+from executors.supervision.shutdown import Patience, stop_run
 from executors.supervision.slots.plan import Limits
 from executors.supervision.slots.slot_state import LOST_LEASE
 from executors.supervision.supervisor import Supervisor, main
@@ -35,7 +35,7 @@ from rendezvous.records.records import Beat
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_keeping import blob_bytes, fill
-from tests.support.fleet import ENDLESS
+from tests.support.fleet import ENDLESS, WAIT_S
 from tests.support.workers import identity, worker
 
 HERE, ROOT = __name__, Path(__file__).parents[2]
@@ -425,6 +425,48 @@ def test_a_beating_supervisor_elsewhere_keeps_its_run():
     store, beats = held(), iter(range(2, 99))
     with pytest.raises(Supervised, match="process 77 on elsewhere"):
         Lease.take(store, SlowClock(lambda: elsewhere(store, next(beats))))
+
+
+def test_a_supervisor_on_a_slow_store_keeps_its_run():
+    """With 4 s per request, a supervisor writes a heartbeat every 24 to 32 s; 10 s of silence counted as its end."""
+
+    class SlowStore(MemoryStore):
+        def get(self, key):
+            clock.sleep(4.0)
+            return super().get(key)
+
+    def beat():
+        if clock.now() >= due[-1]:
+            due.append(due[-1] + 32.0)
+            elsewhere(store, len(due))
+
+    clock, store, due = SlowClock(beat), SlowStore(), [float("inf")]
+    claim(store, SystemClock(), SUPERVISOR, host="elsewhere", pid=77)
+    elsewhere(store, 1)
+    due[0] = clock.now() + 32.0
+    with pytest.raises(Supervised, match="process 77 on elsewhere"):
+        Lease.take(store, clock)
+    assert Patience(store, clock, 0.0).silent_s > 32.0, "`diloco stop` waits for a replica's next heartbeat, too"
+
+
+def test_the_claims_of_all_slots_are_read_at_the_same_time():
+    """`diloco stop` reads them a dozen times: with 16 replicas and .1 s per request, that took a minute."""
+    together = threading.Barrier(3)
+
+    class FarStore(MemoryStore):
+        cheap = False
+
+        def get(self, key):
+            if key in first:
+                together.wait(WAIT_S)
+            return super().get(key)
+
+    first, store = set(), FarStore()
+    write_control(store, SystemClock(), replicas=3, min_replicas=1, steps=3)
+    for slot in ("r00", "r01", "r02"):
+        claim(store, SystemClock(), slot)
+    first |= {layout.claim_key(slot, 1) for slot in ("r00", "r01", "r02")}
+    assert [found.slot for found in newest_claims(store)] == ["r00", "r01", "r02"]
 
 
 def test_a_silent_supervisor_elsewhere_is_succeeded_and_learns_it():

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count as count_up
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from diloco.process.ranks import MEET, RankLost
+from diloco.process.watchdog import where_it_stands, where_it_stood
 from diloco.run.config import OuterError
 
 PATIENCE = timedelta(hours=2)  # rank 0 may wait for other replicas, and the ranks wait for rank 0
 ABSENT_S = 1800.0  # time for the other ranks to begin their Group; as torch's own limit
-SHOW = signal.SIGUSR2  # makes a rank print where it stands
-SHOW_S = 0.2  # time for a rank to print
+SHOW = signal.SIGUSR2  # makes a rank write where it stands
+SHOW_S = 0.2  # time for a rank to write that
 SAY_S = 30.0  # time until a rank says that it waits for the others
 LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # every launcher sets them beside WORLD_SIZE
 _begun = count_up()  # a process's groups; each rank begins them in the same order
+_shown: list[Any] = []  # the file of `write_at_request`
 
 
 class Group:
@@ -94,19 +97,38 @@ class Group:
             ) from error
 
 
-def print_at_request() -> None:
-    """Let `show_ranks` in rank 0 make this rank print its threads' calls.  An environment has a thread of its own."""
-    with suppress(RuntimeError, OSError, ValueError):  # a rank without standard error cannot print
-        faulthandler.register(SHOW)
+def write_at_request() -> None:
+    """Let `show_ranks` in rank 0 make this rank write its threads' calls into a file beside MEET's."""
+    with suppress(OSError):  # a full disk: rank 0's place is enough
+        _shown.append(_calls_of(f"rank {os.environ['RANK']}").open("w"))
+        faulthandler.register(SHOW, _shown[-1])
 
 
-def show_ranks() -> None:
-    """Let the other ranks, which have called `print_at_request`, print where they stand.   They share our output."""
+def show_ranks() -> str:
+    """Print where the other ranks, which have called `write_at_request`, stand. Return the place of each rank."""
+    places = {"rank 0": where_it_stands()}
     for rank in (child for child in multiprocessing.active_children() if child.name.startswith("rank ")):
-        print(f"{rank.name} stands here:", file=sys.stderr, flush=True)
+        calls = ""
         with suppress(OSError):
             os.kill(rank.ident, SHOW)  # type: ignore[arg-type]  # a started process has one
-            time.sleep(SHOW_S)  # two ranks' lines would mix
+            time.sleep(SHOW_S)
+            calls = _calls_of(rank.name).read_text(errors="replace")
+        print(f"{rank.name} stands here:\n{calls}", file=sys.stderr, flush=True)
+        places[rank.name] = where_it_stood(calls)
+    return place_words(places)
+
+
+def place_words(places: Mapping[str, str]) -> str:
+    """Return the ranks' places, those of fewer ranks first; ranks that wait in a collective come last."""
+    together: dict[str, list[str]] = {}
+    for rank, place in places.items():
+        together.setdefault(place, []).append(rank)
+    found = sorted(together.items(), key=lambda one: ("c10d" in one[0], len(one[1])))
+    return "; ".join(f"{', '.join(ranks)}: {place}" for place, ranks in found)
+
+
+def _calls_of(rank: str) -> Path:
+    return Path(os.environ[MEET]).with_name(f"{rank}.calls")
 
 
 def await_ranks(store: Any, index: int, count: int, absent_s: float) -> None:

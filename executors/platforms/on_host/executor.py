@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.platform import NotStarted, launches_named, launches_wait, read_card, room_for
 from rendezvous.agreement.membership import newest_claim
 from rendezvous.agreement.salvage import read_standing_control
+from rendezvous.background import fetch_together, together_on
 from rendezvous.clock import Clock
 from rendezvous.layout import is_actor
 from rendezvous.machine import machine_name
@@ -320,8 +322,9 @@ def make_folder(folder: Path) -> Path:
 
 def newest_claims(store: Readable) -> list[Claim]:
     """Return the newest claim of each slot and of each actor that has claims."""
-    newest = [newest_claim(store, slot) for slot in read_standing_control(store)[0].member_names]
-    return [taken for taken in newest if taken is not None]
+    slots = read_standing_control(store)[0].member_names
+    newest = fetch_together(together_on(store), partial(newest_claim, store), slots)
+    return [claim for slot in slots if (claim := newest[slot]) is not None]
 
 
 def claimed_process(run: str, claim: Claim) -> Handle | None:

@@ -202,7 +202,9 @@ class Slots:
                 reason = f"killed, as it had not left in time; lost: {state.lost}"
                 self.emit("killed", slot=state.slot, **who, reason=reason)
             return
-        if status.state is State.CANCELLED and state.replacing_at is None:
+        if state.replacing_at is not None:
+            status = replace(status, reason="its supervisor ended it, because it sent no heartbeat")
+        elif status.state is State.CANCELLED:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
         self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
