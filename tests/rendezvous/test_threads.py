@@ -101,7 +101,7 @@ def test_several_threads_write_the_same_body(codec: str, count: int, n: int, mon
         monkeypatch.setattr(wire, "digest", digest)
         assert len(meeting.seen) == count
         assert said.body.tobytes() == told.body.tobytes()
-        assert replace(said, body=told.body) == told, "digests, norm and scale"
+        assert replace(said, body=b"") == replace(told, body=b""), "digests, norm and scale"
         kept, others = one.unsent_residuals, more.unsent_residuals
         assert kept.keys() == others.keys() == (set() if codec == "fp32" else {"residual.0"})
         assert all(kept[k].tobytes() == others[k].tobytes() for k in kept)
