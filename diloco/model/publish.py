@@ -143,6 +143,10 @@ def _describe_model(
         from diloco.outer.frozen import frozen_digest
 
         base = frozen_digest(model)
+    if run.config.inner.loop == "grpo":
+        from inner.models.causal_lm import refuse_read_padding
+
+        refuse_read_padding(model, run.config.inner.model)
     return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
 
 

@@ -26,12 +26,15 @@ length nor has a usual name; the same sampling for vLLM, which reads only stop t
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from inner.errors import InnerError
 
 SPARE = 8  # extra rows that a position table may have: OPT's has 2
+PADS, ROW = 6, 8  # tokens of the padding, and of the row behind it, that try a model
+MOST_OFF = 0.1  # nats per token that padding may change: bfloat16 is at .02, RWKV above .19
 
 
 def causal_lm(model: Any) -> Any:
@@ -64,6 +67,35 @@ def number_positions(model: Any) -> None:
         )
     if _add_positions not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_add_positions, with_kwargs=True)
+
+
+def refuse_read_padding(model: Any, source: str) -> None:
+    """Raise InnerError for a model that reads the padding in front of a row: RWKV, RecurrentGemma, CTRL. Leaves it in eval mode.
+
+    Such a model has a state or positions that ignore the attention mask. RWKV also scales its weights in place here."""
+    number_positions(model)
+    device = model.get_input_embeddings().weight.device
+    row = torch.arange(1, ROW + 1, device=device)[None] % model.get_input_embeddings().weight.shape[0]
+    try:
+        off = (_log_probs(model.eval(), row, PADS) - _log_probs(model, row, 0)).abs().mean().item()
+    except (RuntimeError, NotImplementedError, ValueError):  # kernels that need a GPU
+        return
+    if off > MOST_OFF:
+        raise InnerError(
+            f"model = {source!r}: {PADS} padding tokens in front of a text change the model's log-probs by "
+            f"{off:.2g} nats per token ({type(causal_lm(model)).__name__} does not skip padding). Batches have prompts "
+            "of different lengths, so the run would train another policy than the one that answers. Set inner.model to "
+            "a model of another architecture."
+        )
+
+
+@torch.no_grad()
+def _log_probs(model: Any, row: Tensor, pads: int) -> Tensor:
+    """Return the log-probs of a row's tokens but the first, behind `pads` padding tokens on the left."""
+    ids = torch.cat([row.new_zeros(1, pads), row], dim=1)
+    mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()[None]
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, pads:-1]
+    return logits.float().log_softmax(-1).gather(-1, row[:, 1:, None])
 
 
 def has_absolute_positions(model: Any) -> bool:

@@ -17,16 +17,20 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 from trl.trainer import grpo_trainer
 
-from inner.models.causal_lm import number_positions, sample_as_asked
+from inner.models.causal_lm import number_positions, refuse_read_padding, sample_as_asked
 from inner.models.known import ask_hub, known_model, refuse_towers
 from inner.settings.inner import InnerConfig, InnerError
 from tests.inner import test_trainer
@@ -127,6 +131,32 @@ def test_absolute_positions_that_cannot_be_passed_are_refused() -> None:
     config = BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
     with pytest.raises(InnerError, match="BartForCausalLM, with absolute positions and no position_ids"):
         number_positions(BartForCausalLM(config))
+
+
+BLOCKS = ["recurrent", "attention"]
+
+
+def test_a_model_that_reads_padding_is_refused() -> None:
+    """RecurrentGemma's state ignores the attention mask. Before: the run trained another policy than the one sampled."""
+    model = tiny(RecurrentGemmaForCausalLM, RecurrentGemmaConfig, lru_width=16, num_hidden_layers=2, block_types=BLOCKS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with pytest.raises(InnerError, match=r"model = 'x': 6 padding tokens .* by [.\d]+ nats per token \(RecurrentGemmaFor"):
+        refuse_read_padding(model, "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cls", "config", "more"),
+    [
+        (GPT2LMHeadModel, GPT2Config, {}),
+        (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 16, "num_key_value_heads": 2}),
+        (MambaForCausalLM, MambaConfig, {"state_size": 4}),
+    ],
+)
+def test_a_model_that_skips_padding_is_not_refused(cls: Any, config: Any, more: dict[str, Any], dtype: Any) -> None:
+    refuse_read_padding(tiny(cls, config, initializer_range=0.5, **more).to(dtype), "x")
 
 
 def test_a_trainer_scores_the_policy_that_generated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,8 @@ def test_what_the_package_refuses(name: str, options: dict[str, Any], words: str
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
-    monkeypatch.syspath_prepend(str(TASKSETS))
+    for folder in (TASKSETS, tmp_path):  # a child process has this process's sys.path
+        monkeypatch.syspath_prepend(str(folder))
     return tmp_path
 
 
@@ -240,7 +241,7 @@ class LaxTaskset(vf.Taskset[LaxTask, vf.TasksetConfig]):
     ("declared", "data", "words"),
     [
         ("[LaxData]", "info={'pair': (1, 2)}", r"another: info = \{'pair': \(1, 2\)\} is \{'pair': \[1, 2\]\}\. Give"),
-        ("[LaxData]", "info={1: 2}", r"another: info = \{1: 2\} is \{'1': 2\}\. Give that field of LaxData its exact"),
+        ("[LaxData]", "info={'m': {1: 2}}", r"another: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give that field of LaxData"),
         ("[LaxData]", "top=math.inf", r"another: top: Input should be a valid number\. Give that field of LaxData"),
         ("", "info={}", r"the class LaxTask declares TaskData, so a reward .*: class LaxTask\(vf.Task\[LaxData\]\)\."),
     ],
@@ -267,7 +268,6 @@ def test_an_infinite_taskset_that_repeats_its_tasks_leaves_nothing_to_hold_out(
 
     (tasksets / "endless.py").write_text(ENDLESS.format(body=REWARD, prompt="'Do it.'", data=""))
     monkeypatch.setattr(module, "MOST", 50)
-    monkeypatch.syspath_prepend(str(tasksets))
     spec = TaskSpec("verifiers:endless", 3, 0)
     assert len(make.take_rows(spec, chat=True, known=[]).rows) == 3
     with pytest.raises(InnerError, match="all 50 rows that it makes are among the training prompts"):

@@ -43,7 +43,8 @@ REPLIES = {
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
-    monkeypatch.syspath_prepend(str(TASKSETS))
+    for folder in (TASKSETS, tmp_path):  # a child process has this process's sys.path
+        monkeypatch.syspath_prepend(str(folder))
     return tmp_path
 
 
@@ -134,10 +135,9 @@ class LoopTaskset(vf.Taskset[LoopTask, vf.TasksetConfig]):
 """
 
 
-def test_all_batches_have_one_loop(tasksets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_batches_have_one_loop(tasksets: Path) -> None:
     """A client that rewards share has connections of its loop. Before: it failed in every second batch."""
     (tasksets / "loops.py").write_text(LOOPS)
-    monkeypatch.syspath_prepend(str(tasksets))
     rows = make_rows("inner.data.task", TaskSpec("verifiers:loops", 1, 0), chat=True).rows
     assert [our_scores(rows, ["a"]) for _ in range(3)] == [[1.0]] * 3
     with pytest.raises(Exception, match="ZeroDivisionError"):
