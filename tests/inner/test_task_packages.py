@@ -107,6 +107,20 @@ def test_every_datasets_scores_are_the_packages_own() -> None:
 
 
 @gym
+def test_a_composite_has_the_rows_and_scores_of_the_package() -> None:
+    from reasoning_gym import create_dataset
+    from reasoning_gym.composite import DatasetSpec
+
+    parts = [{"name": "chain_sum", "weight": 2.0, "config": {"max_terms": 2}}, "gcd"]
+    rows = rows_of("reasoning-gym:composite", 8, 1, datasets=parts)
+    specs = [DatasetSpec("chain_sum", 2.0, {"max_terms": 2}), DatasetSpec("gcd", 1.0, {})]
+    own = create_dataset("composite", seed=1_000_000, size=8, datasets=specs)
+    assert [ast.literal_eval(row["entry"]) for row in rows] == [own[i] for i in range(8)]
+    assert {ast.literal_eval(row["entry"])["metadata"]["source_dataset"] for row in rows} == {"chain_sum", "gcd"}
+    assert scores(rows, [row["answer"] for row in rows]) == [1.0] * 8
+
+
+@gym
 def test_right_wrong_and_garbled_replies() -> None:
     rows = rows_of("reasoning-gym:chain_sum", 4) + rows_of("reasoning-gym:prime_factorization", 1)
     right = [row["answer"] for row in rows]
@@ -127,6 +141,9 @@ def test_right_wrong_and_garbled_replies() -> None:
         ("chain_sum", {"min_terms": 4, "max_terms": 2}, "refuses these options: .*max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "two"}, "refuses these options: TypeError"),
         ("composite", {}, "Must specify at least one dataset"),
+        ("composite", {"datasets": ["gdc"]}, "has no dataset 'gdc'; did you mean reasoning-gym:gcd?"),
+        ("composite", {"datasets": [{"name": "gcd", "config": {"n": 2}}]}, "gcd has no option 'n'; choose one of"),
+        ("composite", {"datasets": [{"name": "gcd", "weight": 0}]}, "refuses these .*Weight must be positive"),
     ],
 )
 def test_what_the_package_refuses(name: str, options: dict[str, Any], words: str) -> None:
