@@ -51,6 +51,18 @@ def sample_as_asked(model: Any) -> None:
     )
 
 
+def name_parts(model: Any) -> None:
+    """Give the model the two names that TRL's loss reads: its backbone (not in Llama 4), its number of experts (Granite).
+
+    Only this process's model and config change; an export has the start model's config."""
+    inner = causal_lm(model)
+    if inner.base_model is inner and isinstance(getattr(inner, "model", None), nn.Module):
+        inner.base_model_prefix = "model"
+    config = inner.config.get_text_config()
+    if not hasattr(config, "num_experts") and hasattr(config, "num_local_experts"):
+        config.num_experts = config.num_local_experts
+
+
 def number_positions(model: Any) -> None:
     """Pass absolute positions to every forward of the backbone.
 

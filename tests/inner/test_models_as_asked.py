@@ -17,6 +17,10 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     OPTConfig,
@@ -186,6 +190,24 @@ def test_the_policy_loss_of_a_mixture_of_experts_has_its_routers_loss_beside_it(
     assert found["loss/router"][0] > 0.4 and abs(found["loss/grpo"][0]) < 1e-5, "on-policy its value is 0"
     for total, grpo, router in zip(*(found[f"loss/{n}"] for n in ("total", "grpo", "router")), strict=True):
         assert total == pytest.approx(grpo + router, abs=1e-6)
+
+
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "num_key_value_heads": 2}
+HYBRID = {"layer_types": ["attention"], "shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 8}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "more"),
+    [
+        (GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, HYBRID),
+        (Llama4ForCausalLM, Llama4TextConfig, {"num_experts_per_tok": 1, "intermediate_size_mlp": 16, "head_dim": 8}),
+    ],
+)
+def test_a_mixture_whose_names_the_loss_does_not_know_is_trained(cls: Any, config: Any, more: dict[str, Any]) -> None:
+    """Before: 'GraniteMoeHybridConfig' object has no attribute 'num_experts', and Llama 4's backbone was not found."""
+    model = tiny(cls, config, **{**LOCAL, **more}, router_aux_loss_coef=0.5)
+    _, found = train_toy("worst", steps=2, model=model)
+    assert len(found["loss/grpo"]) == 2 and all(loss > 0.4 for loss in found.get("loss/router", [1.0]))
 
 
 # -------------------------------------------------------------------- towers
