@@ -33,8 +33,7 @@ from transformers import GenerationConfig
 from inner.errors import InnerError
 
 SPARE = 8  # extra rows that a position table may have: OPT's has 2
-PADS, ROW = 6, 8  # tokens of the padding, and of the row behind it, that try a model
-MOST_OFF = 0.1  # nats per token that padding may change: bfloat16 is at .02, RWKV above .19
+PADS, ROW, MOST_OFF = 6, 8, 0.1  # tokens of padding, and of the row; nats per token (bfloat16: .02, RWKV: .19)
 
 
 def causal_lm(model: Any) -> Any:
@@ -52,9 +51,7 @@ def sample_as_asked(model: Any) -> None:
 
 
 def name_parts(model: Any) -> None:
-    """Give the model the two names that TRL's loss reads: its backbone (not in Llama 4), its number of experts (Granite).
-
-    Only this process's model and config change; an export has the start model's config."""
+    """Give the model two names that TRL's loss reads: of its backbone (Llama 4) and its number of experts (Granite)."""
     inner = causal_lm(model)
     if inner.base_model is inner and isinstance(getattr(inner, "model", None), nn.Module):
         inner.base_model_prefix = "model"
@@ -82,31 +79,28 @@ def number_positions(model: Any) -> None:
 
 
 def refuse_read_padding(model: Any, source: str) -> None:
-    """Raise InnerError for a model that reads the padding in front of a row: RWKV, RecurrentGemma, CTRL. Leaves it in eval mode.
-
-    Such a model has a state or positions that ignore the attention mask. RWKV also scales its weights in place here."""
+    """Raise InnerError for a model whose state or positions ignore the attention mask: RWKV, RecurrentGemma, CTRL."""
     number_positions(model)
-    device = model.get_input_embeddings().weight.device
-    row = torch.arange(1, ROW + 1, device=device)[None] % model.get_input_embeddings().weight.shape[0]
+    row = torch.arange(1, ROW + 1, device=model.get_input_embeddings().weight.device)[None]
+    model.eval()  # for good: RWKV scales its weights in place, so the caller does not use the model afterwards
     try:
-        off = (_log_probs(model.eval(), row, PADS) - _log_probs(model, row, 0)).abs().mean().item()
+        off = (_log_probs(model, row, PADS) - _log_probs(model, row, 0)).abs().mean().item()
     except (RuntimeError, NotImplementedError, ValueError):  # kernels that need a GPU
         return
     if off > MOST_OFF:
         raise InnerError(
-            f"model = {source!r}: {PADS} padding tokens in front of a text change the model's log-probs by "
-            f"{off:.2g} nats per token ({type(causal_lm(model)).__name__} does not skip padding). Batches have prompts "
-            "of different lengths, so the run would train another policy than the one that answers. Set inner.model to "
-            "a model of another architecture."
+            f"model = {source!r}: {PADS} padding tokens in front of a text change its log-probs by {off:.2g} nats per "
+            "token. Batches have prompts of different lengths, so the run would train another policy than the one that "
+            "answers. Set inner.model to a model of another architecture."
         )
 
 
 @torch.no_grad()
 def _log_probs(model: Any, row: Tensor, pads: int) -> Tensor:
     """Return the log-probs of a row's tokens but the first, behind `pads` padding tokens on the left."""
-    ids = torch.cat([row.new_zeros(1, pads), row], dim=1)
-    mask = (torch.arange(ids.shape[1], device=ids.device) >= pads).long()[None]
-    logits = model(input_ids=ids, attention_mask=mask).logits[:, pads:-1]
+    padding = row.new_zeros(1, pads)
+    mask = torch.cat([padding, torch.ones_like(row)], dim=1)
+    logits = model(input_ids=torch.cat([padding, row], dim=1), attention_mask=mask).logits[:, pads:-1]
     return logits.float().log_softmax(-1).gather(-1, row[:, 1:, None])
 
 

@@ -312,7 +312,7 @@ def test_targets_that_match_nothing_are_refused_before_a_replica_starts(tmp_path
 def test_a_router_that_is_a_linear_layer_has_no_adapter(cls: Any, config: Any, tmp_path: Path) -> None:
     """Before: the first forward pass failed, in a replica: 'tuple' object has no attribute 'dtype'."""
     sizes = {"num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 16, "vocab_size": 32}
-    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     base = cls(config(**sizes, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     model = new_adapter(copy.deepcopy(base), LoraSettings(r=2))
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}

@@ -141,12 +141,12 @@ BLOCKS = ["recurrent", "attention"]
 
 
 def test_a_model_that_reads_padding_is_refused() -> None:
-    """RecurrentGemma's state ignores the attention mask. Before: the run trained another policy than the one sampled."""
+    """RecurrentGemma's state ignores the mask. Before: the run trained another policy than the one sampled."""
     model = tiny(RecurrentGemmaForCausalLM, RecurrentGemmaConfig, lru_width=16, num_hidden_layers=2, block_types=BLOCKS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    with pytest.raises(InnerError, match=r"model = 'x': 6 padding tokens .* by [.\d]+ nats per token \(RecurrentGemmaFor"):
+    with pytest.raises(InnerError, match=r"model = 'x': 6 padding tokens .* log-probs by [.\d]+ nats per token"):
         refuse_read_padding(model, "x")
 
 

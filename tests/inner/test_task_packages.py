@@ -258,7 +258,7 @@ class LaxTaskset(vf.Taskset[LaxTask, vf.TasksetConfig]):
     ("declared", "data", "words"),
     [
         ("[LaxData]", "info={'pair': (1, 2)}", r"another: info = \{'pair': \(1, 2\)\} is \{'pair': \[1, 2\]\}\. Give"),
-        ("[LaxData]", "info={'m': {1: 2}}", r"another: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give that field of LaxData"),
+        ("[LaxData]", "info={'m': {1: 2}}", r"another: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give"),
         ("[LaxData]", "top=math.inf", r"another: top: Input should be a valid number\. Give that field of LaxData"),
         ("", "info={}", r"the class LaxTask declares TaskData, so a reward .*: class LaxTask\(vf.Task\[LaxData\]\)\."),
     ],
