@@ -85,7 +85,7 @@ def refuse_read_padding(model: Any, source: str) -> None:
     model.eval()  # for good: RWKV scales its weights in place, so the caller does not use the model afterwards
     try:
         off = (_log_probs(model, row, PADS) - _log_probs(model, row, 0)).abs().mean().item()
-    except (RuntimeError, NotImplementedError, ValueError):  # kernels that need a GPU
+    except (RuntimeError, ValueError, IndexError):  # kernels that need a GPU, or a toy of a few tokens
         return
     if off > MOST_OFF:
         raise InnerError(
