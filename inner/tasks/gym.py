@@ -84,7 +84,7 @@ def _open_dataset(spec: TaskSpec) -> Any:
     options = _checked_options(spec, DATASETS[_known(spec.name)][1])
     try:
         if spec.name == "composite":
-            parts = [{"name": one} if isinstance(one, str) else one for one in options.get("datasets", ())]
+            parts: list[Any] = [{"name": one} if isinstance(one, str) else one for one in options.get("datasets", ())]
             options["datasets"] = [_composed(spec, **part) for part in parts]
         return reasoning_gym.create_dataset(spec.name, seed=SPREAD * spec.seed, size=spec.size, **options)
     except InnerError:

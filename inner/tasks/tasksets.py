@@ -59,7 +59,7 @@ def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list
         for error in found:
             if isinstance(error, BaseException):
                 raise error
-        return found
+        return [score for score in found if not isinstance(score, BaseException)]
 
     return lambda replies, entries: _run(score_all(replies, entries))
 
