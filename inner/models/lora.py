@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from inner.errors import InnerError
 from inner.printable import first_line
@@ -38,6 +39,7 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=settings.dropout,
         target_modules=settings.targets,
+        exclude_modules=_routers(model) or None,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), _without_old_name_warning():
@@ -90,6 +92,13 @@ def _freeze(model: Any, settings: LoraSettings) -> Any:
         if settings.freeze_a and ".lora_A." in name:
             parameter.requires_grad_(False)
     return model
+
+
+def _routers(model: Any) -> list[str]:
+    """Return the names of routers of experts that PEFT takes for linear layers (Llama 4, Phi-MoE).
+
+    A router's output is a tuple, so an adapter around it raises an error in the first forward pass."""
+    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and type(m).__name__[-6:] == "Router"]
 
 
 def _layers_matched(model: Any, settings: LoraSettings) -> str:

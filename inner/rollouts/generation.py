@@ -23,7 +23,7 @@ from trl.trainer import grpo_trainer
 
 from inner.data.order import Share, prompt_order
 from inner.data.rendering import render_ids
-from inner.models.causal_lm import number_positions, sample_as_asked
+from inner.models.causal_lm import name_parts, number_positions, sample_as_asked
 from inner.rollouts.toolloop import LeanToolLoop, total_rewards
 from inner.settings.inner import Progress
 from inner.settings.objectives import check_settings
@@ -62,6 +62,7 @@ class GenerationTrainer(LeanToolLoop):
             super().__init__(*args, **kwargs)
         sample_as_asked(self.accelerator.unwrap_model(self.model))
         for model in filter(None, (self.model, self.ref_model)):
+            name_parts(self.accelerator.unwrap_model(model))
             number_positions(self.accelerator.unwrap_model(model))
         self._reward_calls = reward_calls
         self._own_columns: dict[str, Any] = {}  # for rewards: `completion`, which TRL does not pass on; the run's state

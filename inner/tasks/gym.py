@@ -7,13 +7,14 @@ The package seeds row i with seed + i, so neighbouring seeds share all rows but 
     entry: the package's whole row as a Python literal, because JSON does not keep tuples, and two datasets score
            differently without tuples
     reply ── the last <answer>…</answer>, else the whole reply ──▶ score_answer(answer, entry)
+    composite: datasets = [{name, weight, config}, …]      config: that dataset's options
 
-Not promised: `composite`, because its options are objects of the package.
+Not promised: that a row of a composite has another seed than each row of its datasets alone.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -80,15 +81,35 @@ def _open_dataset(spec: TaskSpec) -> Any:
     import reasoning_gym  # pyright: ignore[reportMissingImports]
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
-    if spec.name not in DATASETS:
-        near = get_close_matches(spec.name, DATASETS, n=1)
-        guess = f"did you mean reasoning-gym:{near[0]}?" if near else f"choose one of its {len(DATASETS)}: {GALLERY}"
-        raise InnerError(f"reasoning-gym has no dataset {spec.name!r}; {guess}")
-    options = _checked_options(spec, DATASETS[spec.name][1])
+    options = _checked_options(spec, DATASETS[_known(spec.name)][1])
     try:
+        if spec.name == "composite":
+            parts: list[Any] = [{"name": one} if isinstance(one, str) else one for one in options.get("datasets", ())]
+            options["datasets"] = [_composed(spec, **part) for part in parts]
         return reasoning_gym.create_dataset(spec.name, seed=SPREAD * spec.seed, size=spec.size, **options)
+    except InnerError:
+        raise
     except Exception as error:
         raise InnerError(f"{spec.name} refuses these options: {_words(error)}. Correct them: {options}.") from error
+
+
+def _known(name: str) -> str:
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    if name in DATASETS:
+        return name
+    near = get_close_matches(name, DATASETS, n=1)
+    guess = f"did you mean reasoning-gym:{near[0]}?" if near else f"choose one of its {len(DATASETS)}: {GALLERY}"
+    raise InnerError(f"reasoning-gym has no dataset {name!r}; {guess}")
+
+
+def _composed(spec: TaskSpec, name: str, weight: float = 1.0, config: Mapping[str, Any] | None = None) -> Any:
+    """Return a composite's dataset, as an object of the package.   Raises InnerError for a wrong name or option."""
+    from reasoning_gym.composite import DatasetSpec  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    part = replace(spec, task=f"{spec.package}:{name}", options=config or {})
+    return DatasetSpec(name, weight, _checked_options(part, DATASETS[_known(name)][1]))
 
 
 def _checked_options(spec: TaskSpec, config: type) -> dict[str, Any]:

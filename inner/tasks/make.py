@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import chdir
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,21 @@ def _as_text(messages: list[dict[str, str]]) -> str:
 
 
 def _try_scorer(row: Mapping[str, Any]) -> None:
+    """Score two replies in an empty folder, because a replica's folder has no file that lies beside the run.toml."""
     try:
-        score_replies(["", "garbled"], [row["task"]] * 2, [row["entry"]] * 2)
+        with tempfile.TemporaryDirectory(prefix="task-") as empty, chdir(empty):
+            score_replies(["", "garbled"], [row["task"]] * 2, [row["entry"]] * 2)
     except InnerError:
         raise
     except Exception as error:
-        raise InnerError(f"its scorer cannot score an empty reply: {type(error).__name__}: {error}") from error
+        missing = " (replicas do not run in this folder: give the file's full path)" if _is_absent(error) else ""
+        first = f"{type(error).__name__}: {error}{missing}"
+        raise InnerError(f"its scorer cannot score an empty reply: {first}") from error
+
+
+def _is_absent(error: BaseException | None) -> bool:
+    """Whether an error, or its cause, is a file that does not exist."""
+    return error is not None and (isinstance(error, FileNotFoundError) or _is_absent(error.__cause__))
 
 
 def main(asked: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ Not promised: that the package is installed; `refuse_absent` checks it.  No pack
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -20,6 +21,7 @@ from typing import Any, Self
 from inner.errors import InnerError
 
 MODULES = {"reasoning-gym": "reasoning_gym", "verifiers": "verifiers"}  # package (and extra) ─▶ module to import
+OLDEST = {"verifiers": (0, 4)}  # package ─▶ the oldest release that it can be; pyproject.toml has the newest
 HARBOR = "harbor"  # needs no package
 PROVIDERS = ("local", "e2b", "modal", "hf")  # providers of boxes (inner/extras/boxes/starting.py)
 PRICED = ("local", "hf")  # providers for which we know the price of a box
@@ -69,10 +71,15 @@ def check_spelling(setting: str, task: str | None) -> None:
 
 
 def refuse_absent(setting: str, task: str) -> None:
-    """Raise InnerError if the task's package is not installed here."""
+    """Raise InnerError if the task's package is not installed here, or is too old."""
     package = task.partition(":")[0]
+    next_step = f"`pip install 'serverless-diloco[{package}]'`"
     if package != HARBOR and importlib.util.find_spec(MODULES[package]) is None:
-        raise InnerError(
-            f"{setting} = {task!r}: the package {package} is not installed here. "
-            f"`pip install 'serverless-diloco[{package}]'`"
-        )
+        raise InnerError(f"{setting} = {task!r}: the package {package} is not installed here. {next_step}")
+    if package in OLDEST and _release(here := metadata.version(package)) < OLDEST[package]:
+        raise InnerError(f"{setting} = {task!r}: {package} {here} is installed here, and is too old. {next_step}")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return (0, 4) for "0.4.0"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

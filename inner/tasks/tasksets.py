@@ -11,14 +11,18 @@ Not promised: data of a trace beyond its messages (tokens, timing, why the model
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from inner.errors import InnerError
 from inner.tasks.spec import TaskSpec
 
+MOST = 100_000  # tasks to take of an infinite taskset, which may repeat tasks forever
 NEXT = (
     "Choose a taskset whose rewards read the trace alone, or run this one with prime-rl or `vf-eval`, which have "
     "runtimes."
@@ -29,12 +33,12 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield all tasks as rows, in the seed's order.   Raises InnerError."""
     _refuse_own_environment(spec)
     taskset = _open_taskset(spec)
-    tasks = taskset.shuffle(spec.seed) if taskset.bounded else taskset
+    tasks = taskset.shuffle(spec.seed) if taskset.bounded else taskset.take(MOST)
     try:
         for task in tasks:
             if fault := _find_fault(taskset, task):
                 raise InnerError(f"taskset {spec.name}: {fault}. {NEXT}")
-            yield {"prompt": _messages_of(spec, task.data), "entry": task.data.model_dump_json()}
+            yield {"prompt": _messages_of(spec, task.data), "entry": _entry_of(spec, task)}
     except InnerError:
         raise
     except Exception as error:
@@ -45,26 +49,51 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
     """Return a function (replies, entries) -> one score each, which does not catch errors of a reward or a judge."""
-    config = _open_taskset(spec).config
+    config = _config_of(spec)  # loads no rows: files that `load` reads may be on another machine
     task_class = _loaders().taskset_class(spec.name).task_type()
 
     async def score_all(replies: Sequence[str], entries: Sequence[str]) -> list[float]:
         data = [task_class.data_type().model_validate_json(entry) for entry in entries]
-        return await asyncio.gather(
-            *(_score_one(task_class(d, config.task), reply) for d, reply in zip(data, replies, strict=True))
-        )
+        scorings = [_score_one(task_class(d, config.task), reply) for d, reply in zip(data, replies, strict=True)]
+        found = await asyncio.gather(*scorings, return_exceptions=True)  # no task is left in the loop
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
+        return [score for score in found if not isinstance(score, BaseException)]
 
     return lambda replies, entries: _run(score_all(replies, entries))
 
 
 def _run(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
-    """Run the coroutine; in a thread if an event loop is already running, as in a notebook."""
+    """Run the coroutine in this thread; in another if an event loop is already running, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(scoring)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, scoring).result()
+        return _run_here(scoring)
+    return _second_thread().submit(_run_here, scoring).result()
+
+
+def _run_here(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
+    """Run the coroutine in this thread's loop: a client that rewards share keeps connections of the loop before."""
+    runner = _runner(threading.get_ident())
+    try:
+        return runner.run(scoring)
+    except Exception:
+        raise
+    except BaseException:  # an interrupt: tasks of this call are left in the loop
+        _runner.cache_clear()
+        runner.close()
+        raise
+
+
+@cache
+def _runner(thread: int) -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+@cache
+def _second_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
 
 
 async def _score_one(task: Any, reply: str) -> float:
@@ -81,6 +110,7 @@ async def _score_one(task: Any, reply: str) -> float:
     trace: Any = Trace(
         task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
         agent=AgentInfo(config=AgentConfig()), state=state_cls(type(task))(), nodes=nodes, is_completed=True, ok=True,
+        stop_condition="agent_completed",
     )  # fmt: skip
     await task.score(trace)
     return trace.reward
@@ -96,6 +126,14 @@ def _loaders() -> Any:
 
 
 def _open_taskset(spec: TaskSpec) -> Any:
+    config = _config_of(spec)
+    try:
+        return _loaders().load_taskset(config)
+    except Exception as error:
+        raise _refused_options(spec, error) from error
+
+
+def _config_of(spec: TaskSpec) -> Any:
     loaders = _loaders()
     try:
         config_type = loaders.taskset_config_type(spec.name)
@@ -105,7 +143,10 @@ def _open_taskset(spec: TaskSpec) -> Any:
             "Install the missing module."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        raise InnerError(f"verifiers cannot use {spec.name!r} as a taskset: {error}. Name another one") from error
+        raise InnerError(
+            f"verifiers cannot use {spec.name!r} as a taskset: {str(error).rstrip('.')}. Name another one; an "
+            "environment for verifiers before 0.4 (`load_environment`) is not a taskset."
+        ) from error
     own = sorted(set(config_type.model_fields) - {"id"})
     for name in spec.options:
         if name not in own:
@@ -113,12 +154,16 @@ def _open_taskset(spec: TaskSpec) -> Any:
             guess = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(own)}"
             raise InnerError(f"taskset {spec.name} has no option {name!r}; {guess}")
     try:
-        return loaders.load_taskset(config_type.model_validate({**spec.options, "id": spec.name}))
+        return config_type.model_validate({**deepcopy(dict(spec.options)), "id": spec.name})  # it changes its input
     except Exception as error:
-        raise InnerError(
-            f"taskset {spec.name} refuses these options: {_words(error)}. They are {dict(spec.options)}. "
-            "Correct [inner.data.task_options]."
-        ) from error
+        raise _refused_options(spec, error) from error
+
+
+def _refused_options(spec: TaskSpec, error: Exception) -> InnerError:
+    return InnerError(
+        f"taskset {spec.name} refuses these options: {_words(error)}. They are {dict(spec.options)}. "
+        "Correct [inner.data.task_options]."
+    )
 
 
 def _refuse_own_environment(spec: TaskSpec) -> None:
@@ -166,6 +211,33 @@ def _asks_for_runtime(function: Any) -> bool:
 
 
 # -------------------------------------------------------------------- messages
+
+
+def _entry_of(spec: TaskSpec, task: Any) -> str:
+    """Return the task's data as JSON.   Raises InnerError if the scorer would read other data from it."""
+    entry, declared = task.data.model_dump_json(), type(task).data_type()
+    try:
+        read = declared.model_validate_json(entry)
+    except ValueError as error:
+        raise _changed_by_json(spec, task, _words(error)) from error
+    if read == task.data:
+        return entry
+    if type(read) is not type(task.data):
+        own, cls = type(task.data).__name__, type(task).__name__
+        raise InnerError(
+            f"taskset {spec.name}: its tasks have the data {own}, and the class {cls} declares {declared.__name__}, so "
+            f"a reward would miss fields. Declare them: class {cls}(vf.Task[{own}])."
+        )
+    was, now = vars(task.data), vars(read)
+    raise _changed_by_json(spec, task, *(f"{n} = {was[n]!r:.60} is {now[n]!r:.60}" for n in was if was[n] != now[n]))
+
+
+def _changed_by_json(spec: TaskSpec, task: Any, *changes: str) -> InnerError:
+    return InnerError(
+        f"taskset {spec.name}: the run stores task {task.data.name or task.data.idx} as JSON, and read again it is "
+        f"another: {'; '.join(changes)}. Give that field of {type(task.data).__name__} its exact type, such as "
+        "tuple[int, int], or store a value that JSON has."
+    )
 
 
 def _given_messages(data: Any) -> list[Any]:

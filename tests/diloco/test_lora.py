@@ -1,5 +1,6 @@
 """[inner.lora]: the adapter is what is trained, synchronised, snapshotted and digested; the base keeps its bits."""
 
+import copy
 import json
 import math
 import warnings
@@ -13,7 +14,15 @@ from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    set_seed,
+)
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from diloco import StoreManager, make_diloco
@@ -27,7 +36,7 @@ from diloco.run.record import Run, RunRecord, read_run
 from diloco.run.sizing import parameters_of, trained_parameters_of
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
-from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter
+from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter, save_adapter
 from inner.models.optim import make_optimizer
 from inner.settings.task import LoraSettings
 from inner.train.build import load_start
@@ -297,6 +306,21 @@ def test_targets_that_match_nothing_are_refused_before_a_replica_starts(tmp_path
     with pytest.raises(InnerError, match=rf"is called {targets[-1]}\. It has .*q_proj.*Correct inner\.lora\.targets"):
         publish_model(run, SystemClock())
     assert run.store.get(layout.MODEL_MANIFEST) is None
+
+
+@pytest.mark.parametrize(("cls", "config"), [(PhimoeForCausalLM, PhimoeConfig), (Llama4ForCausalLM, Llama4TextConfig)])
+def test_a_router_that_is_a_linear_layer_has_no_adapter(cls: Any, config: Any, tmp_path: Path) -> None:
+    """Before: the first forward pass failed, in a replica: 'tuple' object has no attribute 'dtype'."""
+    sizes = {"num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 16, "vocab_size": 32}
+    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    base = cls(config(**sizes, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    model = new_adapter(copy.deepcopy(base), LoraSettings(r=2))
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert {"q_proj", "o_proj"} <= adapted and "router" not in adapted
+    model(torch.arange(1, 7)[None]).logits.sum().backward()
+    save_adapter(model, tmp_path)
+    again = PeftModel.from_pretrained(base, str(tmp_path))
+    assert again.state_dict().keys() == model.state_dict().keys(), "PEFT reads the exported folder in the same way"
 
 
 def test_a_base_with_other_bits_is_refused_and_one_that_changes_is_noticed() -> None:

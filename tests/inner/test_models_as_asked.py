@@ -17,16 +17,24 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 from trl.trainer import grpo_trainer
 
-from inner.models.causal_lm import number_positions, sample_as_asked
+from inner.models.causal_lm import number_positions, refuse_read_padding, sample_as_asked
 from inner.models.known import ask_hub, known_model, refuse_towers
 from inner.settings.inner import InnerConfig, InnerError
 from tests.inner import test_trainer
@@ -129,6 +137,32 @@ def test_absolute_positions_that_cannot_be_passed_are_refused() -> None:
         number_positions(BartForCausalLM(config))
 
 
+BLOCKS = ["recurrent", "attention"]
+
+
+def test_a_model_that_reads_padding_is_refused() -> None:
+    """RecurrentGemma's state ignores the mask. Before: the run trained another policy than the one sampled."""
+    model = tiny(RecurrentGemmaForCausalLM, RecurrentGemmaConfig, lru_width=16, num_hidden_layers=2, block_types=BLOCKS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    with pytest.raises(InnerError, match=r"model = 'x': 6 padding tokens .* log-probs by [.\d]+ nats per token"):
+        refuse_read_padding(model, "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cls", "config", "more"),
+    [
+        (GPT2LMHeadModel, GPT2Config, {}),
+        (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 16, "num_key_value_heads": 2}),
+        (MambaForCausalLM, MambaConfig, {"state_size": 4}),
+    ],
+)
+def test_a_model_that_skips_padding_is_not_refused(cls: Any, config: Any, more: dict[str, Any], dtype: Any) -> None:
+    refuse_read_padding(tiny(cls, config, initializer_range=0.5, **more).to(dtype), "x")
+
+
 def test_a_trainer_scores_the_policy_that_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probs of TRL's loss are those under which `generate` has drawn."""
     gpt = tiny(GPT2LMHeadModel, GPT2Config, vocab_size=len(make().processing_class), max_position_embeddings=128)
@@ -156,6 +190,24 @@ def test_the_policy_loss_of_a_mixture_of_experts_has_its_routers_loss_beside_it(
     assert found["loss/router"][0] > 0.4 and abs(found["loss/grpo"][0]) < 1e-5, "on-policy its value is 0"
     for total, grpo, router in zip(*(found[f"loss/{n}"] for n in ("total", "grpo", "router")), strict=True):
         assert total == pytest.approx(grpo + router, abs=1e-6)
+
+
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16, "num_key_value_heads": 2}
+HYBRID = {"layer_types": ["attention"], "shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 8}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "more"),
+    [
+        (GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, HYBRID),
+        (Llama4ForCausalLM, Llama4TextConfig, {"num_experts_per_tok": 1, "intermediate_size_mlp": 16, "head_dim": 8}),
+    ],
+)
+def test_a_mixture_whose_names_the_loss_does_not_know_is_trained(cls: Any, config: Any, more: dict[str, Any]) -> None:
+    """Before: 'GraniteMoeHybridConfig' object has no attribute 'num_experts', and Llama 4's backbone was not found."""
+    model = tiny(cls, config, **{**LOCAL, **more}, router_aux_loss_coef=0.5)
+    _, found = train_toy("worst", steps=2, model=model)
+    assert len(found["loss/grpo"]) == 2 and all(loss > 0.4 for loss in found.get("loss/router", [1.0]))
 
 
 # -------------------------------------------------------------------- towers

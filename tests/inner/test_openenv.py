@@ -442,6 +442,14 @@ def test_the_words_of_an_observation() -> None:
     )
 
 
+def test_no_field_of_an_observation_is_left_out() -> None:
+    """Before: `message` hid `output`, and a robot at (0, 3) read only its y."""
+    ran = {"success": True, "message": "Command executed", "output": "a.txt", "metadata": {}, "done": False}
+    assert json.loads(observation_text(ran)) == {"success": True, "message": "Command executed", "output": "a.txt"}
+    assert observation_text({"x": 0, "y": 3, "won": False, "hint": None}) == '{"x": 0, "y": 3, "won": false}'
+    assert observation_text({"tool_name": "add", "result": 5, "error": None}) == "5"
+
+
 def test_a_schema_that_refers_to_itself_from_many_places_takes_no_time() -> None:
     """Twelve branches, eight deep: 430 million hints, if each were made anew."""
     branches = [{"$ref": "#/$defs/node", "title": f"t{i}"} for i in range(12)]

@@ -20,6 +20,7 @@ import pytest
 
 from diloco.runlog.reader import read_report
 from inner import InnerError
+from inner.tasks import make
 from inner.tasks.make import make_rows
 from inner.tasks.score import score_replies
 from inner.tasks.spec import TaskSpec
@@ -106,6 +107,20 @@ def test_every_datasets_scores_are_the_packages_own() -> None:
 
 
 @gym
+def test_a_composite_has_the_rows_and_scores_of_the_package() -> None:
+    from reasoning_gym import create_dataset
+    from reasoning_gym.composite import DatasetSpec
+
+    parts = [{"name": "chain_sum", "weight": 2.0, "config": {"max_terms": 2}}, "gcd"]
+    rows = rows_of("reasoning-gym:composite", 8, 1, datasets=parts)
+    specs = [DatasetSpec("chain_sum", 2.0, {"max_terms": 2}), DatasetSpec("gcd", 1.0, {})]
+    own = create_dataset("composite", seed=1_000_000, size=8, datasets=specs)
+    assert [ast.literal_eval(row["entry"]) for row in rows] == [own[i] for i in range(8)]
+    assert {ast.literal_eval(row["entry"])["metadata"]["source_dataset"] for row in rows} == {"chain_sum", "gcd"}
+    assert scores(rows, [row["answer"] for row in rows]) == [1.0] * 8
+
+
+@gym
 def test_right_wrong_and_garbled_replies() -> None:
     rows = rows_of("reasoning-gym:chain_sum", 4) + rows_of("reasoning-gym:prime_factorization", 1)
     right = [row["answer"] for row in rows]
@@ -126,6 +141,9 @@ def test_right_wrong_and_garbled_replies() -> None:
         ("chain_sum", {"min_terms": 4, "max_terms": 2}, "refuses these options: .*max_terms must be >= min_terms"),
         ("chain_sum", {"max_terms": "two"}, "refuses these options: TypeError"),
         ("composite", {}, "Must specify at least one dataset"),
+        ("composite", {"datasets": ["gdc"]}, "has no dataset 'gdc'; did you mean reasoning-gym:gcd?"),
+        ("composite", {"datasets": [{"name": "gcd", "config": {"n": 2}}]}, "gcd has no option 'n'; choose one of"),
+        ("composite", {"datasets": [{"name": "gcd", "weight": 0}]}, "refuses these .*Weight must be positive"),
     ],
 )
 def test_what_the_package_refuses(name: str, options: dict[str, Any], words: str) -> None:
@@ -140,7 +158,8 @@ def test_what_the_package_refuses(name: str, options: dict[str, Any], words: str
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
-    monkeypatch.syspath_prepend(str(TASKSETS))
+    for folder in (TASKSETS, tmp_path):  # a child process has this process's sys.path
+        monkeypatch.syspath_prepend(str(folder))
     return tmp_path
 
 
@@ -215,13 +234,87 @@ def test_tasks_that_need_more_than_a_reply_are_refused_by_name(
         rows_of("verifiers:needy")
 
 
+LAXLY = """
+import math
+from typing import Any
+import verifiers.v1 as vf
+__all__ = ["LaxTaskset"]
+class LaxData(vf.TaskData):
+    info: dict[str, Any] = {{}}
+    pair: tuple[int, int] = (1, 2)
+    top: float = 1.0
+class LaxTask(vf.Task{declared}):
+    @vf.reward()
+    async def good(self, trace: vf.Trace) -> float:
+        return float(self.data.info["pair"] == (1, 2))
+class LaxTaskset(vf.Taskset[LaxTask, vf.TasksetConfig]):
+    def load(self):
+        return [LaxTask(LaxData(prompt="a", {data}), self.config.task)]
+"""
+
+
+@verifiers
+@pytest.mark.parametrize(
+    ("declared", "data", "words"),
+    [
+        ("[LaxData]", "info={'pair': (1, 2)}", r"another: info = \{'pair': \(1, 2\)\} is \{'pair': \[1, 2\]\}\. Give"),
+        ("[LaxData]", "info={'m': {1: 2}}", r"another: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give"),
+        ("[LaxData]", "top=math.inf", r"another: top: Input should be a valid number\. Give that field of LaxData"),
+        ("", "info={}", r"the class LaxTask declares TaskData, so a reward .*: class LaxTask\(vf.Task\[LaxData\]\)\."),
+    ],
+)
+def test_data_that_the_scorer_would_read_as_other_data_are_refused(
+    tasksets: Path, declared: str, data: str, words: str
+) -> None:
+    """`vf-eval` scores the task itself: 1 for the first; a scorer of the stored row would give it 0."""
+    (tasksets / "laxly.py").write_text(LAXLY.format(declared=declared, data=data))
+    with pytest.raises(InnerError, match=words):
+        rows_of("verifiers:laxly")
+
+
+ENDLESS = TASKSET.replace("def load", "INFINITE = True\n    def load").replace(
+    "        return [", "        while True:\n            yield from ["
+)
+
+
+@verifiers
+def test_an_infinite_taskset_that_repeats_its_tasks_leaves_nothing_to_hold_out(
+    tasksets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inner.tasks import tasksets as module
+
+    (tasksets / "endless.py").write_text(ENDLESS.format(body=REWARD, prompt="'Do it.'", data=""))
+    monkeypatch.setattr(module, "MOST", 50)
+    spec = TaskSpec("verifiers:endless", 3, 0)
+    assert len(make.take_rows(spec, chat=True, known=[]).rows) == 3
+    with pytest.raises(InnerError, match="all 50 rows that it makes are among the training prompts"):
+        make.take_rows(spec, chat=True, known=["Do it."])
+
+
+@verifiers
+def test_options_may_name_files_beside_the_config_only_for_the_rows(
+    tasksets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows carry the system prompt. A judge reads its prompt where the replica runs."""
+    (tasksets / "brief.txt").write_text("Be brief.")
+    spec = TaskSpec(SPELLING, 3, 0, {"system_prompt": "brief.txt"})
+    rows = make_rows("inner.data.task", spec, chat=True, folder=tasksets).rows
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "Be brief."}
+    assert scores(rows, ["?"] * 3) == [0.0] * 3, "in another folder, as on a replica"
+    judged = TaskSpec(SPELLING, 3, 0, {"task": {"judges": [{"id": "reference", "prompt": "brief.txt"}]}})
+    with pytest.raises(InnerError, match=r"No such file .*'brief\.txt' \(replicas do not run in this folder: give"):
+        make_rows("inner.data.task", judged, chat=True, folder=tasksets)
+
+
 @verifiers
 def test_other_tasksets_that_cannot_be_used(tasksets: Path) -> None:
     (tasksets / "silent.py").write_text(TASKSET.format(body=REWARD, prompt="None", data=""))
     (tasksets / "unfit.py").write_text("__all__ = []")
+    (tasksets / "older.py").write_text("import verifiers as vf\ndef load_environment(**kwargs): ...")
     for name, options, words in (
         ("silent", {}, "the prompt of task 0 is not text"),
         ("unfit", {}, "cannot use 'unfit' as a taskset"),
+        ("older", {}, r"'MyTaskset'\]`\)\. Name another .* before 0\.4 \(`load_environment`\) is not a taskset"),
         ("nothere", {}, "taskset package 'nothere' cannot be imported"),
         ("harbor", {}, "brings its own environment, HarborEnv"),
         ("spelling-tasks", {"fist": 3}, "has no option 'fist'; did you mean first?"),

@@ -43,7 +43,8 @@ REPLIES = {
 def tasksets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's taskset packages, for this process and those that it starts."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{TASKSETS}:{ROOT}")
-    monkeypatch.syspath_prepend(str(TASKSETS))
+    for folder in (TASKSETS, tmp_path):  # a child process has this process's sys.path
+        monkeypatch.syspath_prepend(str(folder))
     return tmp_path
 
 
@@ -114,6 +115,37 @@ def test_a_notebooks_running_loop_is_no_obstacle(tasksets: Path) -> None:
 
     rows = graded_rows(["abc", "bcd"])
     assert asyncio.run(inside()) == our_scores(rows, ["cba", "wrong"])
+
+
+LOOPS = """
+import asyncio
+import verifiers.v1 as vf
+__all__ = ["LoopTaskset"]
+SEEN = []
+class LoopTask(vf.Task):
+    @vf.reward()
+    async def same(self, trace: vf.Trace) -> float:
+        SEEN.append(asyncio.get_running_loop())
+        if trace.last_reply == "stop":
+            raise KeyboardInterrupt
+        return float(SEEN[0] is SEEN[-1]) / float(trace.last_reply != "raise")
+class LoopTaskset(vf.Taskset[LoopTask, vf.TasksetConfig]):
+    def load(self):
+        return [LoopTask(vf.TaskData(prompt="a"), self.config.task)]
+"""
+
+
+def test_all_batches_have_one_loop(tasksets: Path) -> None:
+    """A client that rewards share has connections of its loop. Before: it failed in every second batch."""
+    (tasksets / "loops.py").write_text(LOOPS)
+    rows = make_rows("inner.data.task", TaskSpec("verifiers:loops", 1, 0), chat=True).rows
+    assert [our_scores(rows, ["a"]) for _ in range(3)] == [[1.0]] * 3
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        our_scores(rows, ["raise"])
+    assert our_scores(rows, ["a"]) == [1.0]
+    with pytest.raises(KeyboardInterrupt):
+        our_scores(rows, ["stop"])
+    assert our_scores(rows, ["a"]) == [0.0], "an interrupted loop is not used again"
 
 
 def test_a_reward_that_raises_is_0_in_vf_evals_mean_and_no_number_here(tasksets: Path) -> None:

@@ -59,7 +59,9 @@ GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
 AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost one
 MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte can unpack to 500 megabytes
-_TEXTS = ("text", "message", "result", "output", "content")  # fields that may hold an observation's text
+_TEXTS = ("text", "message", "result", "output", "content")  # fields whose value alone is an observation's text
+_ASIDE = ("metadata", "done", "reward", "tool_name")  # fields that the model does not read
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # not 0 and False, which say something
 
 
 class ToolFailed(Exception):
@@ -345,17 +347,17 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
 
 
 def observation_text(observation: Mapping[str, Any]) -> str:
-    """Return an observation's text: an MCP tool's result, else a field of _TEXTS, else all of it as JSON."""
+    """Return an observation's text: an MCP tool's result, else all of it as JSON, or only the text of a lone field."""
     result = observation.get("result")
     if isinstance(result, Mapping) and ("content" in result or "data" in result):
         content = result["content"] if isinstance(result.get("content"), list) else []
         parts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
         return "\n".join(parts) if parts else str(result.get("data", ""))
-    texts = [observation[name] for name in _TEXTS if isinstance(observation.get(name), str | int | float)]
-    if (words := next((text for text in texts if text != ""), None)) is not None:
-        return str(words)
-    rest = {name: value for name, value in observation.items() if name not in ("metadata", "done", "reward") and value}
-    return json.dumps(rest, ensure_ascii=False) if rest else ""
+    told = {name: value for name, value in observation.items() if name not in _ASIDE and value not in _EMPTY}
+    name, value = next(iter(told.items()), ("", None))
+    if len(told) == 1 and name in _TEXTS and isinstance(value, str | int | float):
+        return str(value)
+    return json.dumps(told, ensure_ascii=False) if told else ""
 
 
 def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
