@@ -26,14 +26,12 @@ length nor has a usual name; the same sampling for vLLM, which reads only stop t
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from inner.errors import InnerError
 
 SPARE = 8  # extra rows that a position table may have: OPT's has 2
-PADS, ROW, MOST_OFF = 6, 8, 0.1  # tokens of padding, and of the row; nats per token (bfloat16: .02, RWKV: .19)
 
 
 def causal_lm(model: Any) -> Any:
@@ -76,32 +74,6 @@ def number_positions(model: Any) -> None:
         )
     if _add_positions not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_add_positions, with_kwargs=True)
-
-
-def refuse_read_padding(model: Any, source: str) -> None:
-    """Raise InnerError for a model whose state or positions ignore the attention mask: RWKV, RecurrentGemma, CTRL."""
-    number_positions(model)
-    row = torch.arange(1, ROW + 1, device=model.get_input_embeddings().weight.device)[None]
-    model.eval()  # for good: RWKV scales its weights in place, so the caller does not use the model afterwards
-    try:
-        off = (_log_probs(model, row, PADS) - _log_probs(model, row, 0)).abs().mean().item()
-    except (RuntimeError, ValueError, IndexError):  # kernels that need a GPU, or a toy of a few tokens
-        return
-    if off > MOST_OFF:
-        raise InnerError(
-            f"model = {source!r}: {PADS} padding tokens in front of a text change its log-probs by {off:.2g} nats per "
-            "token. Batches have prompts of different lengths, so the run would train another policy than the one that "
-            "answers. Set inner.model to a model of another architecture."
-        )
-
-
-@torch.no_grad()
-def _log_probs(model: Any, row: Tensor, pads: int) -> Tensor:
-    """Return the log-probs of a row's tokens but the first, behind `pads` padding tokens on the left."""
-    padding = row.new_zeros(1, pads)
-    mask = torch.cat([padding, torch.ones_like(row)], dim=1)
-    logits = model(input_ids=torch.cat([padding, row], dim=1), attention_mask=mask).logits[:, pads:-1]
-    return logits.float().log_softmax(-1).gather(-1, row[:, 1:, None])
 
 
 def has_absolute_positions(model: Any) -> bool:

@@ -27,6 +27,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
 MULTIMODAL = ("image-text-to-text", "any-to-any", "audio-text-to-text", "video-text-to-text", "image-to-text")
+PAD_READERS = ("rwkv", "recurrent_gemma", "ctrl")  # their state or positions ignore the attention mask
 LFS = b"version https://git-lfs"
 
 
@@ -40,7 +41,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
     if is_gguf_file(model):
         return KnownModel(note=_gguf_note(config, check_gguf_file(Path(model))))
     if Path(model).is_dir():
-        return KnownModel(Path(model), _check_folder(Path(model), f"model = {model!r}", model))
+        return KnownModel(Path(model), _check_folder(Path(model), f"model = {model!r}", config))
     if Path(model).is_file():
         raise InnerError(f"model = {model!r} is a file. Name the folder that has it: {str(Path(model).parent)!r}.")
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
@@ -50,7 +51,7 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
         )
     if (folder := cached_snapshot(model, config.revision)) is not None:
         where = f"model = {model!r}, as cached in {folder}"
-        return KnownModel(folder, _check_folder(folder, where, model, whole=False))
+        return KnownModel(folder, _check_folder(folder, where, config, whole=False))
     return KnownModel(note=_ask_in_time(model, config.revision, ask or ask_hub))
 
 
@@ -96,7 +97,7 @@ def cache_folder(environ: Any = os.environ) -> Path:
 # -------------------------------------------------------------------- a folder
 
 
-def _check_folder(folder: Path, what: str, model: str, whole: bool = True) -> str:
+def _check_folder(folder: Path, what: str, asked: InnerConfig, whole: bool = True) -> str:
     """Return a warning about its head, or "".   Raises InnerError for a folder without a language model.
 
     whole: require weights and tokenizer, too (a cache may not have downloaded them yet)."""
@@ -112,8 +113,10 @@ def _check_folder(folder: Path, what: str, model: str, whole: bool = True) -> st
         raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
     if whole:
         require_tokenizer(folder, what)
-    refuse_towers(config, model)
-    return check_head(config, names, model)
+    refuse_towers(config, asked.model)
+    if asked.loop == "grpo":
+        refuse_pad_reader(config, asked.model)
+    return check_head(config, names, asked.model)
 
 
 def require_tokenizer(folder: Path, what: str) -> None:
@@ -151,6 +154,16 @@ def refuse_towers(config: Any, model: str) -> None:
             "language models on text. The run would count, send and update parts that never see an input, or "
             "`diloco export` would omit them. Use the family's text-only checkpoint, or save only the language model "
             "(docs/faq.md has the lines). Then set inner.model to that folder."
+        )
+
+
+def refuse_pad_reader(config: Any, model: str) -> None:
+    """Raise InnerError for a model that reads the padding in front of a row.   config: the contents of config.json."""
+    if isinstance(config, dict) and (kind := config.get("model_type")) in PAD_READERS:
+        raise InnerError(
+            f"model = {model!r} is a {kind} model, whose answer depends on the padding in front of its prompt. Prompts "
+            "of a batch have different lengths, so the run would train another policy than the one that answers. Set "
+            "inner.model to a model of another architecture."
         )
 
 
