@@ -132,7 +132,6 @@ def _describe_model(
 ) -> ModelRecord:
     from diloco.model.start_model import theta_digest
     from diloco.outer.flat import layout_of
-    from inner.models.known import refuse_pad_reader
 
     if faulty := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
         from inner.models.drawn import refuse_not_finite
@@ -144,8 +143,6 @@ def _describe_model(
         from diloco.outer.frozen import frozen_digest
 
         base = frozen_digest(model)
-    if run.config.inner.loop == "grpo":
-        refuse_pad_reader(model.config.to_dict(), run.config.inner.model)
     return ModelRecord(files, layout_of(model), new_nonce(), clock.wall(), hub=dict(hub or {}), theta=theta, base=base)
 
 

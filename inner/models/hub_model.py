@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_towers
+from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_pad_reader, refuse_towers
 from inner.models.naming import HubError, HubModel, is_hub_name
 from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
@@ -53,7 +53,9 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
             f"the model {config.model}{at} could not be loaded: {error}. Check inner.model and inner.revision, and the "
             "Hub token if it is a private one."
         ) from error
-    refuse_towers(read_json(where["config.json"], f"model = {config.model!r}"), config.model)
+    read = read_json(where["config.json"], f"model = {config.model!r}")
+    refuse_towers(read, config.model)
+    refuse_pad_reader(read, config)
     return HubModel(config.model, commit, {name: _file_sha256(path) for name, path in where.items()})
 
 

@@ -114,8 +114,7 @@ def _check_folder(folder: Path, what: str, asked: InnerConfig, whole: bool = Tru
     if whole:
         require_tokenizer(folder, what)
     refuse_towers(config, asked.model)
-    if asked.loop == "grpo":
-        refuse_pad_reader(config, asked.model)
+    refuse_pad_reader(config, asked)
     return check_head(config, names, asked.model)
 
 
@@ -157,13 +156,14 @@ def refuse_towers(config: Any, model: str) -> None:
         )
 
 
-def refuse_pad_reader(config: Any, model: str) -> None:
+def refuse_pad_reader(config: Any, asked: InnerConfig) -> None:
     """Raise InnerError for a model that reads the padding in front of a row.   config: the contents of config.json."""
-    if isinstance(config, dict) and (kind := config.get("model_type")) in PAD_READERS:
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind in PAD_READERS and asked.loop == "grpo":  # other loops pad behind the row
         raise InnerError(
-            f"model = {model!r} is a {kind} model, whose answer depends on the padding in front of its prompt. Prompts "
-            "of a batch have different lengths, so the run would train another policy than the one that answers. Set "
-            "inner.model to a model of another architecture."
+            f"model = {asked.model!r} is a {kind} model, whose answer depends on the padding in front of its prompt. "
+            "Prompts of a batch have different lengths, so the run would train another policy than the one that "
+            "answers. Set inner.model to a model of another architecture."
         )
 
 

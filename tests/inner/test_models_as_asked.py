@@ -166,7 +166,7 @@ def test_a_model_that_reads_the_padding_in_front_of_a_row_is_refused(cls: Any, c
         padded = model(input_ids=torch.cat([padding, row], dim=1), attention_mask=mask).logits[:, 6:]
         off = (padded - model(input_ids=row, attention_mask=torch.ones_like(row)).logits).abs().max()
     with nullcontext() if off < 1e-3 else pytest.raises(InnerError, match="depends on the padding in front"):
-        refuse_pad_reader(model.config.to_dict(), "x")
+        refuse_pad_reader(model.config.to_dict(), InnerConfig())
     assert (off > 0.05) == (model.config.model_type in PAD_READERS)
 
 
