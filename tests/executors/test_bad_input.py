@@ -83,6 +83,7 @@ def test_a_damaged_snapshot_is_detected_and_mended(tmp_path: Path) -> None:
     check_run(tmp_path / "run", len(fleet.commits()))
 
 
+@pytest.mark.slow
 def test_a_damaged_delta_is_never_averaged(tmp_path: Path) -> None:
     """A rotten blob of a committed step: later readers take the announced mean, which has the same bits."""
     fleet = Fleet(tmp_path, outer={"snapshot_every": 100})

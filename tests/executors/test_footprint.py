@@ -26,7 +26,8 @@ def stored(run: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["fp32", "int8"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["int8", "fp32"])
 def test_the_bytes_of_a_real_run(tmp_path: Path, name: str) -> None:
     """Three real replicas, six steps: every replica's pseudogradient counts in all of them."""
     fleet = Fleet(tmp_path, outer={"codec": name, "snapshot_every": 3}, fleet={"min_replicas": 3})

@@ -218,7 +218,7 @@ def end_of_story(run: Run, wrong: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("count", "detached"),
-    [(3, True), *(pytest.param(n, d, marks=pytest.mark.slow) for n, d in ((3, False), (10, False), (10, True)))],
+    [pytest.param(n, d, marks=pytest.mark.slow) for n, d in ((3, True), (3, False), (10, False), (10, True))],
 )
 def test_kill_9_of_whoever_launches(tmp_path, count, detached):
     run = found(tmp_path)

@@ -139,7 +139,7 @@ def test_names_of_apps() -> None:
     assert app_name("s3://b/runs/a").startswith("diloco-b-runs-a-")
 
 
-@pytest.mark.parametrize("many", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [3, pytest.param(32, marks=pytest.mark.slow)])
 def test_many_are_launched_at_once(platform, executor, run, tmp_path, monkeypatch, many: int) -> None:
     """They take as many round trips as one: what is asked for every replica is in flight together."""
     server = platform.server
@@ -188,6 +188,7 @@ def test_prices(executor) -> None:
 # -------------------------------------------------------------------- crashes and limits
 
 
+@pytest.mark.slow
 def test_a_crashed_container_starts_again_and_a_crash_loop_ends(platform, executor, run, tmp_path) -> None:
     (handle,) = executor.launch_replicas([spec(run, tmp_path, "waits")])
     for n in range(1, CRASHES + 1):

@@ -241,6 +241,7 @@ def test_the_commands_know_a_run_of_the_short_form_on_modal(platform: ModalPlatf
     assert "0 of 1 live" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_block_leaves_neither_container_nor_app_nor_dict_on_modal(platform: ModalPlatform, tmp_path: Path) -> None:
     with platform.executor() as there:
         args = {"folder": str(tmp_path), "who": "r0"}

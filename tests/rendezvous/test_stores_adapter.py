@@ -53,6 +53,7 @@ def test_a_file_system_without_exclusive_create_can_hold_no_run(scheme: str, tmp
     assert store.get("reg") is None
 
 
+@pytest.mark.slow
 def test_s3fs_creates_once_after_it_was_checked(s3: S3Server) -> None:
     store = open_store("fsspec+s3://bucket/runs/demo")
     contract.test_create_writes_once(store)
