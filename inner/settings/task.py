@@ -295,7 +295,9 @@ class LoraSettings(Table):
     alpha: float = setting(32.0, "The adapter's product is multiplied by alpha / r.", above=0)
     dropout: float = setting(0.0, "Dropout of the adapter's input in the loss; sampling has none.", least=0, below=1)
     targets: str | list = setting(
-        ALL_LINEAR, 'Every linear layer but the head, or names of layers, such as ["q_proj", "v_proj"].'
+        ALL_LINEAR,
+        "Every linear layer but the head and routers (experts that are one tensor have no adapter), or names of "
+        'layers, such as ["q_proj", "v_proj"].',
     )
     base: str | None = setting(
         None, 'The frozen model in 4 bits: "nf4" (QLoRA; the extra `nf4`). Default: in inner.dtype.', one_of=("nf4",)
