@@ -52,7 +52,7 @@ VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
 SMOLLM2 := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 SMOLLM2_SHA256 := b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-CLOCKED := $(addprefix tests/,diloco/test_watchdog.py diloco/test_ranks.py executors/test_grace.py)
+CLOCKED := $(addprefix tests/,diloco/test_watchdog.py diloco/test_outer_safety.py diloco/test_ranks.py executors/test_grace.py)
 
 # else each process that a test starts compiles the project again
 unexport PYTHONDONTWRITEBYTECODE
