@@ -111,7 +111,7 @@ def where_it_stands() -> str:
 
 
 def where_it_stood(dump: str) -> str:
-    """Return the same from what faulthandler wrote about a process, whose main thread it writes last."""
+    """Return the main thread's innermost calls in the same form.   dump: faulthandler's; it ends with that thread."""
     main = re.split("[Tt]hread 0x", dump)[-1]
     return _in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', main)[FRAMES - 1 :: -1])
 

@@ -98,7 +98,8 @@ def _routers(model: Any) -> list[str]:
     """Return the names of routers of experts that PEFT takes for linear layers (Llama 4, Phi-MoE).
 
     A router's output is a tuple, so an adapter around it raises an error in the first forward pass."""
-    return [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and type(m).__name__[-6:] == "Router"]
+    linear = [(name, type(m).__name__) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [name for name, kind in linear if kind.endswith("Router")]
 
 
 def _layers_matched(model: Any, settings: LoraSettings) -> str:

@@ -203,7 +203,8 @@ class Slots:
                 self.emit("killed", slot=state.slot, **who, reason=reason)
             return
         if state.replacing_at is not None:
-            status = replace(status, reason="its supervisor ended it, because it sent no heartbeat")
+            seen = f" ({status.reason})" if status.reason else ""  # it may have ended by itself meanwhile
+            status = replace(status, reason=f"its supervisor ended it, because it sent no heartbeat{seen}")
         elif status.state is State.CANCELLED:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
