@@ -4,7 +4,7 @@
                                                      workdir, network_mode of [environment]; env of [environment],
                                                      [verifier]; UNSUPPORTED settings are refused
                   environment/Dockerfile FROM, COPY and WORKDIR are read, without variables; with another
-                                                     line, the task needs an image that you have built
+                                                     line, the provider builds it (BUILDERS), or you do
                   tests/test.sh ──▶ verifier: it writes /logs/verifier/reward.json {"reward": x}, or reward.txt
                   environment_mode = "separate" ──▶ the verifier has a box of its own, with the episode's artifacts:
                                                      docker_image of [verifier.environment], or tests/Dockerfile, each
@@ -12,6 +12,7 @@
 
     task = "harbor:FOLDER"   task_size tasks, in task_seed's order; a row has its whole task, in column `harbor`
     task_options.image, verifier_image       the provider's image or template for all tasks, or all their verifiers
+    task_options.without                     patterns of names of folders that are left out
 
 Not promised: solution/ (it is never read), several containers, services, health checks; cpus, memory_mb and gpus, which
 are options of the provider.
@@ -25,22 +26,26 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from inner.errors import InnerError
-from inner.tasks.harbor_files import Seen, pack, placed, read_dockerfile
+from inner.tasks.harbor_files import Dockerfile, Seen, pack, placed, read_dockerfile
 from inner.tasks.spec import TaskSpec
 
 TEST = "tests/test.sh"
 OWN = "verifier.environment"  # name of the table about the verifier's own box
 TAKEN = ("/tests/", "/logs/verifier/")  # places of the verifier alone
-LATER = ("programs", "env", "verifier_env", "offline", "apart")  # fields that a row has only if they are not empty
+LATER = ("programs", "env", "verifier_env", "offline", "apart", "base", "build")  # fields left out if they are empty
+UNSAVED = ("left_out", "odd")  # fields that no row has
+OPTIONS = ("image", "verifier_image", "without")
 HF_ONLINE = (
     "a box on Hugging Face always has a network, and this task asks for none (network_mode, or the older "
     "allow_internet, in task.toml). Use another provider, or leave the task out."
 )
+BUILDERS = ("modal", "e2b")  # providers that build a Dockerfile
 UNSUPPORTED = (  # setting of a table, the values that a box has anyway, and what others ask for
     ("steps", (None, []), "several instructions with a verifier each"),
     ("os", (None, "linux", "Linux"), "another operating system"),
@@ -55,7 +60,8 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 class VerifierBox:
     """The verifier's own box.   artifacts: for each, its path in both boxes and the patterns that are left out.
 
-    image, folder, env, offline, programs: as those of HarborTask.   files: also; None: those of the episode's box."""
+    image, folder, env, offline, programs, base, build, odd: as those of HarborTask.
+    files: also; None: those of the episode's box."""
 
     image: str
     folder: str
@@ -64,6 +70,9 @@ class VerifierBox:
     offline: bool
     artifacts: list[list[str]]
     programs: list[str] = field(default_factory=list[str])
+    base: str = ""
+    build: str = ""
+    odd: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,9 @@ class HarborTask:
 
     programs: paths of those that are executable.   env, verifier_env: variables of all commands, and of the verifier.
     offline: whether its box has no network.   left_out: links that no box gets.
-    apart: the verifier's own box; None: it judges in the episode's box.   tests: empty if that box has its own."""
+    apart: the verifier's own box; None: it judges in the episode's box.   tests: empty if that box has its own.
+    base: the image that FROM names, for providers with images.   build: a tar with a Dockerfile for a provider that
+    builds it.   odd: the line of the Dockerfile that needs a build."""
 
     name: str
     instruction: str
@@ -88,21 +99,24 @@ class HarborTask:
     offline: bool = False
     apart: VerifierBox | None = None
     left_out: list[Path] = field(default_factory=list[Path])
+    base: str = ""
+    build: str = ""
+    odd: str = ""
 
     @property
     def artifact_paths(self) -> list[str]:
         return [path for path, *_ in self.apart.artifacts] if self.apart else []
 
     def dump(self) -> str:
-        """Return the column's text.   Without programs and variables, it is that of earlier releases."""
+        """Return the column's text."""
         told = {name: value for name, value in asdict(self).items() if value or name not in LATER}
-        return json.dumps({name: value for name, value in told.items() if name != "left_out"}, sort_keys=True)
+        return json.dumps({name: value for name, value in told.items() if name not in UNSAVED}, sort_keys=True)
 
 
 def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield a row for each task, in the seed's order.   Raises InnerError."""
-    if wrong := sorted(spec.options.keys() - {"image", "verifier_image"}):
-        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their options are image and verifier_image.")
+    if wrong := sorted(spec.options.keys() - OPTIONS):
+        raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their options are {', '.join(OPTIONS)}.")
     tasks = read_tasks(Path(spec.name), spec.options)
     random.Random(spec.seed).shuffle(tasks)
     for task in tasks:
@@ -119,6 +133,16 @@ def load_harbor(text: str) -> HarborTask:
             f"the column `harbor` is not a Harbor task ({error!r:.200}). Make the rows with "
             'inner.data.task = "harbor:FOLDER".'
         ) from error
+
+
+def build_fault(provider: str, odd: str = "RUN …", *, of_verifier: bool = False) -> str:
+    """Return why boxes of this provider cannot have an image that must be built.   odd: the Dockerfile's line."""
+    folder, table, option = ("tests", "verifier.", "verifier_image") if of_verifier else ("environment", "", "image")
+    return (
+        f"{folder}/Dockerfile has the line {odd[:60]!r}, and boxes of {provider} build no images. Use boxes of "
+        f"{' or '.join(BUILDERS)}, or build the image yourself, and name it: docker_image of [{table}environment] in "
+        f'task.toml, or inner.data.task_options.{option} = "NAME".'
+    )
 
 
 def local_fault(image: str, paths: Iterable[str]) -> str:
@@ -138,13 +162,44 @@ def unpack(files: dict[str, str]) -> dict[str, bytes]:
 
 def read_tasks(folder: Path, options: Mapping[str, Any] = MappingProxyType({})) -> list[HarborTask]:
     """Return the tasks below `folder`, or `folder` itself as one task.   options: task_options.   Raises InnerError."""
+    without, tasks, faults = _patterns(options), list[HarborTask](), dict[str, str]()
     found = [folder] if (folder / "task.toml").is_file() else sorted(p.parent for p in folder.glob("*/task.toml"))
     if not found:
         raise InnerError(
             f"{folder} has no Harbor task: neither it nor a folder in it has a task.toml. Give another one."
         )
     images = [str(options.get(name, "")) for name in ("image", "verifier_image")]
-    return [_read_task(one, *images) for one in found]
+    for one in found:
+        if not any(fnmatchcase(one.name, pattern) for pattern in without):
+            try:
+                tasks.append(_read_task(one, *images))
+            except InnerError as error:
+                faults[one.name] = str(error)
+    if faults:
+        raise InnerError(_told(faults))
+    if not tasks:
+        raise InnerError(f"inner.data.task_options.without = {without} leaves all tasks of {folder} out. Correct it.")
+    return tasks
+
+
+def _patterns(options: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of task_options.without.   Raises InnerError."""
+    without = options.get("without", [])
+    if not isinstance(without, list) or not all(isinstance(pattern, str) for pattern in without):
+        raise InnerError(f'task_options.without = {without!r} must be a list of texts, such as ["docker-*"].')
+    return without
+
+
+def _told(faults: Mapping[str, str]) -> str:
+    """Return the first fault, and how to go on if more tasks have one.   faults: a task's name -> its fault."""
+    first, *more = faults
+    if not more:
+        return faults[first]
+    names = ", ".join(more[:10]) + (f" and {len(more) - 10} more" if len(more) > 10 else "")
+    return (
+        f"{faults[first]} Other tasks cannot be read, either: {names}. To leave tasks out, give their names, or "
+        f'patterns of them: inner.data.task_options.without = ["{first}"].'
+    )
 
 
 def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
@@ -157,9 +212,8 @@ def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
         box = tables["environment"]
         _refuse_unusable(folder, image)
         image = image or _image(box, folder)
-        work, files = ("/app", {}) if image else read_dockerfile(folder / "environment", seen)
-        work = _workdir(box, folder) or work
-        apart, has_tests = _read_apart(tables, folder, verifier_image, (image, work), seen)
+        docker = read_dockerfile(folder / "environment", seen, image=image, work=_workdir(box, folder))
+        apart, has_tests = _read_apart(tables, folder, verifier_image, (image, docker.folder), seen)
     except (OSError, ValueError, NotImplementedError) as error:  # glob raises the last for some patterns
         raise InnerError(f"the Harbor task {folder} cannot be read: {error}. Correct it.") from error
     tests = {} if has_tests else pack(folder / "tests", "/tests", root=folder / "tests", seen=seen)
@@ -168,9 +222,9 @@ def _read_task(folder: Path, image: str, verifier_image: str) -> HarborTask:
             f"the Harbor task {folder} has no verifier: {TEST} is a link out of tests/, or missing. Add it."
         )
     return HarborTask(
-        name=folder.name, instruction=instruction, image=image, folder=work, files=files, tests=tests,
+        name=folder.name, instruction=instruction, image=image, tests=tests, **docker._asdict(),
         agent_s=_seconds(tables["agent"], "agent", folder), verifier_s=_seconds(tables["verifier"], "verifier", folder),
-        programs=sorted(seen.programs & {*files, *tests}), env=_variables(box, "environment", folder),
+        programs=sorted(seen.programs & {*docker.files, *tests}), env=_variables(box, "environment", folder),
         verifier_env=_variables(tables["verifier"], "verifier", folder), apart=apart,
         offline=_is_offline(box, folder, agent=tables["agent"], **({} if apart else {"verifier": tables["verifier"]})),
         left_out=list(dict.fromkeys(seen.left)),
@@ -235,18 +289,18 @@ def _read_apart(
     if mode == "shared":
         return None, False
     box = tables[OWN if "environment" in verifier else "environment"]
-    files = dict[str, str]()
-    if image := image or _image(tables[OWN], folder):
-        work, has_tests = "/app", True
-    elif has_tests := (folder / "tests/Dockerfile").is_file():
-        work, files = read_dockerfile(folder / "tests", seen)
-        if f"/{TEST}" not in files:
+    image, work = image or _image(tables[OWN], folder), _workdir(box, folder)
+    has_tests = bool(image) or (folder / "tests/Dockerfile").is_file()
+    if has_tests:
+        docker = read_dockerfile(folder / "tests", seen, image=image, work=work)
+        if not (image or docker.build or f"/{TEST}" in docker.files):
             raise InnerError(f"{folder}/tests/Dockerfile copies no /{TEST}, the verifier. Copy it: COPY . /tests/")
     else:
-        image, work = first
+        image, docker = first[0], Dockerfile("", work or first[1], {}, "", "")
     return VerifierBox(
-        image=image, folder=_workdir(box, folder) or work, files=files if has_tests else None,
-        programs=sorted(seen.programs & {*files}), env=_variables(box, "environment", folder),
+        image=image, folder=docker.folder, files=docker.files if has_tests else None,
+        base=docker.base, build=docker.build, odd=docker.odd,
+        programs=sorted(seen.programs & {*docker.files}), env=_variables(box, "environment", folder),
         offline=_is_offline(box, folder, verifier=verifier), artifacts=_artifacts(tables[""], folder),
     ), has_tests  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""Pack the files of a Harbor task: what COPY of its Dockerfile names, and its tests.
+"""Pack the files of a Harbor task: what its Dockerfile needs, and its tests.
 
-    Dockerfile: FROM, COPY, WORKDIR ──▶ working folder, path in the box -> base64      another line ──▶ InnerError
+    Dockerfile  FROM, COPY, WORKDIR alone ──▶ base image, working folder, path in the box -> base64
+                with any other line       ──▶ working folder, a tar of the whole folder for a provider that builds it
 
 A link to a file of its folder becomes that file, and a link to a folder within a copied folder becomes a second copy.
 Other links mean nothing in a box: they are left out, and `plan` names them.  Programs stay executable.
@@ -9,15 +10,19 @@ Not promised: .dockerignore; files of more than 16 MiB.
 """
 
 import base64
+import io
 import os
 import posixpath
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from inner.errors import InnerError
 
 MOST_BYTES = 16 << 20
+DEFAULT = "/app"  # the working folder without WORKDIR
 
 
 @dataclass
@@ -28,35 +33,87 @@ class Seen:
     programs: set[str] = field(default_factory=set[str])
 
 
-def read_dockerfile(folder: Path, seen: Seen) -> tuple[str, dict[str, str]]:
-    """Return (working folder, files) of a Dockerfile of FROM, COPY and WORKDIR, as Docker reads them.
+class Dockerfile(NamedTuple):
+    """A Dockerfile.   base: the image of FROM.   folder: the working folder.   files: path in the box -> base64.
 
-    Adds to `seen`."""
-    work, files = "/app", dict[str, str]()
-    for line in (folder / "Dockerfile").read_text("utf-8").splitlines() if (folder / "Dockerfile").is_file() else ():
-        words = line.split()
-        odd = ("$", "\\", "**", "[!")  # a shell's, or of another meaning in Go's patterns than in Python's
-        plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in words)
-        match [word.upper() for word in words[:1]], words[1:]:
-            case (([] | ["FROM"]), _):
-                continue
-            case ["COPY"], [*sources, target] if sources and plain:
-                to = placed(work, target)
-                is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
-                is_folder |= any(path.startswith(f"{to}/") for path in files)
-                files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, seen=seen)
-            case ["WORKDIR"], [target] if plain and placed(work, target) != "/":
-                work = placed(work, target)
-            case [first], _ if first.startswith("#"):
-                continue
-            case _:
-                table, option = ("verifier.", "verifier_image") if folder.name == "tests" else ("", "image")
-                raise InnerError(
-                    f"{folder}/Dockerfile has the line {line[:60]!r}, and no image is built here. Build it at your "
-                    f"provider, and name it: docker_image of [{table}environment] in task.toml, or inner.data."
-                    f'task_options.{option} = "NAME".'
-                )
-    return work, files
+    build: the whole folder as a tar, in base64, if the Dockerfile has more than FROM, COPY and WORKDIR; then base and
+    files are empty.   odd: the first line that needs a build."""
+
+    base: str
+    folder: str
+    files: dict[str, str]
+    build: str
+    odd: str
+
+
+def read_dockerfile(folder: Path, seen: Seen, *, image: str = "", work: str = "") -> Dockerfile:
+    """Return the content of a folder's Dockerfile, as Docker reads it.   Adds to `seen`.   Raises InnerError.
+
+    image: replaces all but the working folder.   work: the working folder, if task.toml names it."""
+    lines, work = _lines(folder), work or working_folder(folder) or (DEFAULT if image else "")
+    if not work:
+        raise InnerError(
+            f"{folder}/Dockerfile has a working folder that is / or has a variable, and a box needs another one. Name "
+            f"it in task.toml: workdir of [{'verifier.' * (folder.name == 'tests')}environment]."
+        )
+    if image:
+        return Dockerfile("", work, {}, "", "")
+    stages = [rest for first, *rest in lines if first.upper() == "FROM"]
+    odd = next((words for words in lines if not _is_plain(*words)), ["FROM", *stages[-1]] if len(stages) > 1 else None)
+    if odd:
+        return Dockerfile("", work, {}, _as_tar(folder, seen), " ".join(odd))
+    return Dockerfile("".join(stage[0] for stage in stages), work, _copied_files(folder, lines, seen), "", "")
+
+
+def working_folder(folder: Path) -> str:
+    """Return the last WORKDIR of a folder's Dockerfile, /app without one; "" if it is / or has a variable."""
+    work = DEFAULT
+    for first, *rest in _lines(folder):
+        if first.upper() == "WORKDIR" and rest:
+            work = placed(work, rest[0].strip("\"'"))
+    return "" if work == "/" or "$" in work else work
+
+
+def _lines(folder: Path) -> list[list[str]]:
+    """Return the words of each line of a folder's Dockerfile without comments; no lines without a Dockerfile."""
+    path = folder / "Dockerfile"
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    return [words for line in lines if (words := line.split()) and not words[0].startswith("#")]
+
+
+def _copied_files(folder: Path, lines: Iterable[list[str]], seen: Seen) -> dict[str, str]:
+    """Return the files of all COPY lines: path in the box -> base64.   Adds to `seen`."""
+    work, files = DEFAULT, dict[str, str]()
+    for first, *sources, target in lines:
+        if first.upper() == "WORKDIR":
+            work = placed(work, target)
+        elif first.upper() == "COPY":
+            to = placed(work, target)
+            is_folder = target.endswith("/") or target == "." or len(sources) > 1 or to == work
+            is_folder |= any(path.startswith(f"{to}/") for path in files)
+            files |= _copied(folder, sources, to.rstrip("/"), is_folder=is_folder, seen=seen)
+    return files
+
+
+def _is_plain(first: str, *rest: str) -> bool:
+    """Whether a line of a Dockerfile is understood without a build."""
+    odd = ("$", "\\", "**", "[!")  # a shell's, or of another meaning in Go's patterns than in Python's
+    plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in rest)
+    words = {"FROM": (1, 3), "COPY": range(2, 1000), "WORKDIR": (1,)}.get(first.upper(), ())
+    return plain and len(rest) in words
+
+
+def _as_tar(folder: Path, seen: Seen) -> str:
+    """Return the folder's files as a tar, in base64. The tar depends on nothing else.   Adds links to `seen`."""
+    own, out = Seen(), io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:xz", preset=1) as archive:
+        for name, text in pack(folder, "", root=folder, seen=own).items():
+            data = base64.b64decode(text)
+            member = tarfile.TarInfo(name.lstrip("/"))
+            member.size, member.mode = len(data), 0o755 if name in own.programs else 0o644
+            archive.addfile(member, io.BytesIO(data))
+    seen.left += own.left
+    return base64.b64encode(out.getvalue()).decode()
 
 
 def placed(work: str, target: str) -> str:

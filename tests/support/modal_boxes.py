@@ -9,6 +9,8 @@ dead: ids whose router answers NOT_FOUND.
 
 import asyncio
 import itertools
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ class Sandboxes:
     """The part of ModalServer that has sandboxes."""
 
     folder: Path
+    images: dict[str, api_pb2.Image]
+    mounts: dict[str, list[api_pb2.MountFile]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +46,7 @@ class Sandboxes:
         local = LocalBoxes(self.folder / "boxes", wrap=namespaces)
         folder = {tag.tag_name: tag.tag_value for tag in r.tags}["folder"]  # paths outside of it are lost
         box = local.start(BoxOwner("modal", "0", 0, str(n)), BoxRecipe(folder=folder), timeout_s=1)
+        self._fill(self.folder / "boxes" / box._home.name / "root", r.definition.image_id)
         info = api_pb2.SandboxInfo(
             id=f"sb-{n:022d}V", created_at=n, app_id=r.app_id, tags=r.tags, name=r.definition.name,
             timeout_secs=r.definition.timeout_secs, task_info=api_pb2.TaskInfo(id=f"ta-{n:022d}V"),
@@ -50,6 +55,25 @@ class Sandboxes:
         return api_pb2.SandboxCreateV2Response(
             sandbox_id=info.id, task_id=info.task_info.id, command_router_access=await self._access()
         )
+
+    def _fill(self, root: Path, image_id: str) -> None:
+        """Take the COPY and RUN steps of an image and of its base images in a box, as a builder would."""
+        image, work = self.images[image_id], "/"
+        for base in image.base_images:
+            self._fill(root, base.image_id)
+        lines = "\n".join(image.dockerfile_commands).replace("\\\n", " ").splitlines()
+        for first, _, rest in (line.strip().partition(" ") for line in lines):
+            if first == "WORKDIR":
+                work = os.path.join(work, rest)
+            elif first == "COPY" and image.context_mount_id:
+                source, target = rest.split()
+                context = {f.filename.lstrip("/"): f for f in self.mounts[image.context_mount_id]}
+                path = root / os.path.join(work, target).lstrip("/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes((self.folder / "files" / context[source].sha256_hex).read_bytes())
+                path.chmod(context[source].mode)
+            elif first == "RUN":
+                subprocess.run([*namespaces(root, "/", ""), "bash", "-c", f"cd {work}; {rest}"], check=True)
 
     def SandboxListV2(self, r: Any, who: str) -> Any:
         asked = {(tag.tag_name, tag.tag_value) for tag in r.tags}

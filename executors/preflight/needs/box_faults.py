@@ -11,6 +11,7 @@ see a flavor in the user's environment file: `diloco costs` then reports an unkn
 
 import importlib.util
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from executors.supervision.costs import Budget
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import HF_ONLINE, HarborTask, local_fault, read_tasks
+from inner.tasks.harbor import BUILDERS, HF_ONLINE, HarborTask, build_fault, local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -60,19 +61,22 @@ def check_boxes(provider: str, places: Sequence[Place], environ: Mapping[str, st
 
 def check_tasks(config: RunConfig) -> list[str]:
     """Return notes about a run's Harbor tasks.   Raise InnerError for a task that no box of the provider can hold."""
-    inner, task = config.inner, config.inner.data.task or ""
+    inner, task, provider = config.inner, config.inner.data.task or "", config.inner.sampling.boxes or ""
     folder = config.folder / task.removeprefix(f"{HARBOR}:")
     if not task.startswith(f"{HARBOR}:") or not folder.is_dir():
         return []
     tasks = read_tasks(folder, inner.data.task_options)
     for one in tasks:
         for box in (one, one.apart) if one.apart else (one,):
-            fault = HF_ONLINE if inner.sampling.boxes == "hf" and box.offline else ""
-            if inner.sampling.boxes == "local":
+            fault = HF_ONLINE if provider == "hf" and box.offline else ""
+            if box.build and provider not in BUILDERS:
+                fault = build_fault(provider, box.odd, of_verifier=box is one.apart)
+            elif provider == "local":
                 fault = local_fault(box.image, (box.folder, *(box.files or ()), *one.artifact_paths))
             if fault:
                 raise InnerError(f"the Harbor task {one.name}: {fault}")
-    return [*_left_out(tasks), *_slow_verifiers(inner, max(one.verifier_s for one in tasks))]
+    longest = max(one.verifier_s for one in tasks)
+    return [*_left_out(tasks), *_builds(config, tasks, folder), *_slow_verifiers(inner, longest)]
 
 
 def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
@@ -82,6 +86,19 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
         yield (
             f"boxes do not get these links of Harbor tasks, which lead out of their folders, nowhere or in a circle: "
             f"{', '.join(links[:3])}{more}. If a task needs such a link, put the files in its place"
+        )
+
+
+def _builds(config: RunConfig, tasks: Sequence[HarborTask], folder: Path) -> Iterator[str]:
+    """Yield a note about images that the provider builds at a task's first box."""
+    built = {box.build for one in tasks for box in (one, one.apart) if box and box.build}
+    if built:
+        provider = config.inner.sampling.boxes
+        words = [str(folder), *config.inner.data.task_options.get("without", [])]
+        yield (
+            f"{provider} builds the images of {len(built):,} Dockerfiles, each at the first box that needs it, which "
+            f"waits. To build them before the run starts: `python -m inner.extras.boxes.images {provider} "
+            f"{shlex.join(words)}`"
         )
 
 

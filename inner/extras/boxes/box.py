@@ -87,7 +87,8 @@ class BoxRecipe:
     """The first content of a box.   image: an image's name; "": the provider's default.   files: path -> content.
 
     programs: paths of executable files.   offline: whether the box has no network.   folders: further places of files
-    that come later."""
+    that come later.   base: an image that a provider with images uses instead of its default.   build: a tar with a
+    Dockerfile, which replaces both images."""
 
     image: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
@@ -96,6 +97,8 @@ class BoxRecipe:
     ttl_s: float = TTL_S
     offline: bool = False
     folders: Sequence[str] = ()
+    base: str = ""
+    build: bytes = b""
 
 
 @dataclass(frozen=True)

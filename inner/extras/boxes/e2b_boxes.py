@@ -6,18 +6,21 @@
 
 A create request has the owner's labels as metadata. The request's Idempotency-Key is the owner's key and the number of
 the owner's boxes that this process stopped. `timeout` is the box's time to live. recipe.image is a template's name.
+Without it, recipe.build or recipe.base is built as a template. Without these, a box has the server's own template.
 A box without a network has `allow_internet_access = False`.
 
-Not promised: to build a template; a price, which depends on the account and the template. Tested with e2b 2.63 and a
-server of the tests, not with E2B.
+Not promised: Dockerfiles of several stages, which E2B does not build; a price, which depends on the account and the
+template. Tested with e2b 2.63 and a server of the tests, not with E2B.
 """
 
 import os
 import posixpath
 import shlex
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from inner.errors import InnerError
@@ -33,7 +36,10 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.extras.boxes.images import BUILD_S, BuiltImages, build_failed
 from inner.optional import optional
+
+ASK_S = 1.0  # seconds between looks at a build
 
 
 class E2bBoxes:
@@ -46,18 +52,44 @@ class E2bBoxes:
         if not (opts.get("api_key") or os.environ.get("E2B_API_KEY")):
             raise InnerError("boxes of E2B need a key, and E2B_API_KEY is not set. Set it, or give api_key.")
         self._opts = opts
+        self._images = BuiltImages(self._build)
         self._stopped = Counter[str]()  # owner's key -> number of its stopped boxes, as part of a new box's key
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "E2bBox":
-        key = f"{owner.key}-{self._stopped[owner.key]}"
+        key, template = f"{owner.key}-{self._stopped[owner.key]}", self.image_of(recipe)
         with _as_ours(self._sdk, ProviderFailed):
             made = self._sdk.Sandbox.create(
-                template=recipe.image or None, timeout=int(recipe.ttl_s), idempotency_key=key,
+                template=template or None, timeout=int(recipe.ttl_s), idempotency_key=key,
                 metadata={**MADE_BY, **owner.labels, "folder": recipe.folder},
                 allow_internet_access=False if recipe.offline else None,
                 request_timeout=max(1.0, min(timeout_s, 120.0)), **self._opts,
             )  # fmt: skip
         return E2bBox(self._sdk, made, recipe.folder, lambda: self._stopped.update([owner.key]))
+
+    def image_of(self, recipe: BoxRecipe) -> str:
+        """Return a recipe's template; "": the server's own.   Raises InnerError for a failed build; ProviderFailed."""
+        if recipe.image or not (recipe.build or recipe.base):
+            return recipe.image
+        return self._images.image_of(recipe)
+
+    def _build(self, folder: Path, name: str) -> str:
+        try:
+            template = self._sdk.Template(folder).from_dockerfile(str(folder / "Dockerfile"))
+        except Exception as error:
+            raise build_failed(f"E2B's SDK does not read it ({error})") from error
+        states, end = self._sdk.TemplateBuildStatus, time.monotonic() + BUILD_S
+        with _as_ours(self._sdk, ProviderFailed):
+            building = self._sdk.Template.build_in_background(template, name, **self._opts)
+            while (now := self._sdk.Template.get_build_status(building, **self._opts)).status in (
+                states.BUILDING, states.WAITING,
+            ):  # fmt: skip
+                if time.monotonic() > end:
+                    raise ProviderFailed(f"the template {name} is not built after {BUILD_S:g} s")
+                time.sleep(ASK_S)
+            if now.status == states.ERROR:
+                why = now.reason.message if now.reason else "E2B gives no reason"
+                raise build_failed(why.rstrip("."), [entry.message for entry in now.log_entries])
+        return building.template_id
 
     def find(self, labels: Mapping[str, str]) -> Sequence["E2bBox"]:
         with _as_ours(self._sdk, ProviderFailed):

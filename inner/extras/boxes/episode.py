@@ -19,11 +19,13 @@ episode started in the background of a remote box.
 import json
 import math
 import threading
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from inner.errors import InnerError
 from inner.extras.boxes.artifacts import Artifacts, collect, place
 from inner.extras.boxes.box import (
     Box,
@@ -75,6 +77,8 @@ class Episode:
         self._starter.count("episodes")
         try:
             self._box = self._starter.start(self._owner, _recipe(self.task))
+        except InnerError as error:
+            raise InnerError(f"the Harbor task {self.task.name}: {error}") from error
         except ProviderFailed as error:
             self._settle("provider")
             self._tell("boxes_failed", str(error))
@@ -193,11 +197,17 @@ class Episode:
         return replace(self._owner, place=f"{self._owner.place}-fresh{n}")
 
 
+def box_recipes(task: HarborTask) -> list[BoxRecipe]:
+    """Return the recipes of a task's boxes: the episode's, then that of the verifier's own box, if it has one."""
+    return [_recipe(task), *([_verifiers_recipe(task)] if task.apart else [])]
+
+
 def _recipe(task: HarborTask) -> BoxRecipe:
     ttl = 2 * (task.agent_s + task.verifier_s)
     programs = [path for path in task.programs if path in task.files]
     return BoxRecipe(
-        task.image, unpack(task.files), programs, folder=task.folder, ttl_s=ttl, offline=task.offline
+        task.image, unpack(task.files), programs, folder=task.folder, ttl_s=ttl, offline=task.offline,
+        base=task.base, build=b64decode(task.build),
     )  # fmt: skip
 
 
@@ -206,7 +216,10 @@ def _verifiers_recipe(task: HarborTask) -> BoxRecipe:
     recipe, apart = _recipe(task), task.apart
     if apart is None:
         return recipe
-    own = {} if apart.files is None else {"files": unpack(apart.files), "programs": apart.programs}
+    own = dict[str, Any]()
+    if apart.files is not None:
+        own = {"files": unpack(apart.files), "base": apart.base, "build": b64decode(apart.build)}
+        own["programs"] = apart.programs
     where = {"folder": apart.folder, "folders": task.artifact_paths}
     return replace(recipe, image=apart.image, offline=apart.offline, **where, **own)
 

@@ -32,7 +32,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-from inner.tasks.harbor import HF_ONLINE
+from inner.tasks.harbor import HF_ONLINE, build_fault
 
 IMAGE, FLAVOR = "python:3.12", "cpu-basic"
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}  # the Hub's units of a price
@@ -59,12 +59,13 @@ class HfBoxes:
         self.price_per_hour = prices[0] if prices else None
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "HfBox":
-        if recipe.offline:
-            raise InnerError(HF_ONLINE)
+        if recipe.offline or recipe.build:
+            raise InnerError(HF_ONLINE if recipe.offline else build_fault("hf"))
         with _as_ours(ProviderFailed):
             made = self._sdk.Sandbox.create(
-                recipe.image or IMAGE, flavor=self._flavor, idle_timeout=recipe.ttl_s, namespace=self._namespace,
-                labels=_labels_of(owner.labels), env={FOLDER: recipe.folder}, start_timeout=timeout_s,
+                recipe.image or recipe.base or IMAGE, flavor=self._flavor, namespace=self._namespace,
+                labels=_labels_of(owner.labels), env={FOLDER: recipe.folder},
+                idle_timeout=recipe.ttl_s, start_timeout=timeout_s,
             )  # fmt: skip
             return HfBox(self._sdk, made.id, self._namespace, recipe.folder, made)
 

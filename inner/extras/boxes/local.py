@@ -42,7 +42,7 @@ from inner.extras.boxes.box import (
     wrapped_command,
 )
 from inner.extras.boxes.kept import BEGUN, KeptNamespaces, end_processes, kept_namespaces
-from inner.tasks.harbor import MACHINES, local_fault
+from inner.tasks.harbor import MACHINES, build_fault, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
 PROCESSES = "processes"  # in a box's folder: the number of the process that keeps the box's namespaces
@@ -92,7 +92,8 @@ class LocalBoxes:
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "LocalBox":
         """Make the box's folder.   timeout_s: not used, because no step waits."""
         self._remove_late()
-        if fault := local_fault(recipe.image, (recipe.folder, *recipe.folders, *recipe.files)):
+        paths = (recipe.folder, *recipe.folders, *recipe.files)
+        if fault := build_fault("local") if recipe.build else local_fault(recipe.image, paths):
             raise InnerError(fault)
         with faults_of_machine(ProviderFailed):
             home = Path(tempfile.mkdtemp(prefix="box-", dir=self._root))

@@ -2,7 +2,8 @@
 
     ModalBoxes()                 app "diloco-boxes"; the credentials are the SDK's: MODAL_TOKEN_… or ~/.modal.toml
     owner.key ─▶ name            Modal keeps names unique in an app: a second create fails, and the box is looked up
-    owner.labels ─▶ tags         ttl_s ─▶ the sandbox's timeout     image ─▶ a registry's name, or im-… of a built one
+    owner.labels ─▶ tags         ttl_s ─▶ the sandbox's timeout     image, base ─▶ a registry's name, or im-…
+    recipe.build ─▶ Image.from_dockerfile, built in the app; Modal keeps it for later processes
     user "root" ─▶ root          any other ─▶ uid 1000, by setpriv             offline ─▶ block_network
 
 Files go through commands, so that a box needs nothing but bash, coreutils and util-linux.
@@ -15,6 +16,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from inner.errors import InnerError
@@ -31,6 +33,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
+from inner.extras.boxes.images import BUILD_S, LINES, BuiltImages, build_failed
 
 IMAGE = "python:3.12-slim"
 PIECE = 1 << 20  # bytes of a file per request
@@ -45,12 +48,12 @@ class ModalBoxes:
 
     def __init__(self, app: str = "diloco-boxes", **more: Any) -> None:
         self._sdk, self._more = _sdk(), more
+        self._images = BuiltImages(self._build)
         with _as_ours(self._sdk, ProviderFailed):
             self._app = self._sdk.App.lookup(app, create_if_missing=True)
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> "ModalBox":
-        images, name = self._sdk.Image, recipe.image or IMAGE
-        image = images.from_id(name) if name.startswith("im-") else images.from_registry(name)
+        image = self.image_of(recipe)
         more = self._more | ({"block_network": True} if recipe.offline else {})
         with _as_ours(self._sdk, ProviderFailed):
             coming = self._sdk.Sandbox.create.aio(
@@ -59,6 +62,23 @@ class ModalBoxes:
             )  # fmt: skip
             made = asyncio.run(asyncio.wait_for(coming, timeout_s))
         return ModalBox(self._sdk, made, recipe.folder)
+
+    def image_of(self, recipe: BoxRecipe) -> Any:
+        """Return the SDK's image of a recipe.   Raises InnerError if it cannot be built, and ProviderFailed."""
+        if recipe.build:
+            return self._images.image_of(recipe)
+        images, name = self._sdk.Image, recipe.image or recipe.base or IMAGE
+        return images.from_id(name) if name.startswith("im-") else images.from_registry(name)
+
+    def _build(self, folder: Path, name: str) -> Any:
+        image = self._sdk.Image.from_dockerfile(folder / "Dockerfile", context_dir=folder)
+        with _as_ours(self._sdk, ProviderFailed):
+            try:
+                asyncio.run(asyncio.wait_for(image.build.aio(self._app), BUILD_S))
+            except self._sdk.exception.ImageBuildError as error:
+                said = "".join(str(entry.message) for entry in image.logs.tail(LINES))
+                raise build_failed(str(error).rstrip("."), said.splitlines()) from error
+        return image
 
     def find(self, labels: Mapping[str, str]) -> Sequence["ModalBox"]:
         with _as_ours(self._sdk, ProviderFailed):
