@@ -223,6 +223,7 @@ $(ENGINES)/.installed: | install
 # e2b's attrs and httpx are others than ours; .venv's packages come behind them
 test-boxes: $(BOXES)/.installed
 	PYTHONPATH=. $(BOXES)/bin/python -m pytest -q tests/inner/test_boxes_e2b.py tests/inner/test_boxes_faults.py \
+	  tests/inner/test_boxes_images.py \
 	  tests/executors/test_boxes.py -k 'not local and not modal and not hf'
 
 $(BOXES)/.installed: | install

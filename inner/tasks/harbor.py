@@ -117,10 +117,15 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
     """Yield a row for each task, in the seed's order.   Raises InnerError."""
     if wrong := sorted(spec.options.keys() - OPTIONS):
         raise InnerError(f"Harbor tasks have no option {wrong[0]!r}. Their options are {', '.join(OPTIONS)}.")
-    tasks = read_tasks(Path(spec.name), spec.options)
-    random.Random(spec.seed).shuffle(tasks)
-    for task in tasks:
+    for task in in_order(read_tasks(Path(spec.name), spec.options), spec.seed):
         yield {"prompt": [{"role": "user", "content": task.instruction}], "harbor": task.dump()}
+
+
+def in_order(tasks: Sequence[HarborTask], seed: int) -> list[HarborTask]:
+    """Return the tasks in the order of a seed; a run has the first task_size of them."""
+    chosen = list(tasks)
+    random.Random(seed).shuffle(chosen)
+    return chosen
 
 
 def load_harbor(text: str) -> HarborTask:
@@ -195,10 +200,10 @@ def _told(faults: Mapping[str, str]) -> str:
     first, *more = faults
     if not more:
         return faults[first]
-    names = ", ".join(more[:10]) + (f" and {len(more) - 10} more" if len(more) > 10 else "")
+    names = ", ".join(f'"{name}"' for name in list(faults)[:20]) + f", … ({len(faults)} names)" * (len(faults) > 20)
     return (
-        f"{faults[first]} Other tasks cannot be read, either: {names}. To leave tasks out, give their names, or "
-        f'patterns of them: inner.data.task_options.without = ["{first}"].'
+        f"{faults[first]} Of the other tasks, {len(more)} cannot be read, either. To leave all of them out: "
+        f"inner.data.task_options.without = [{names}]."
     )
 
 

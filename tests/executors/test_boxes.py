@@ -101,6 +101,25 @@ def test_a_task_without_a_network_needs_a_provider_that_can_do_without(
         check_tasks(config)
 
 
+@pytest.mark.parametrize("provider", ["modal", "e2b", "hf", "local"])
+def test_an_image_is_built_by_a_provider_that_can(folder: Path, provider: str) -> None:
+    (folder / "tasks/one/environment/Dockerfile").write_text("FROM x\nRUN apt-get update\n")
+    data = {"task": "harbor:tasks", "task_options": {"without": ["a b"]}, "task_size": 9}
+    config = RunConfig.from_dict(
+        {"inner": {"model": "toolworld", "data": data, "sampling": {"boxes": provider}}}, folder
+    )
+    if provider in ("hf", "local"):
+        words = (
+            f"the Harbor task one: environment/Dockerfile has the line 'RUN apt-get update', and boxes of {provider}"
+        )
+        with pytest.raises(InnerError, match=words):
+            check_tasks(config)
+        return
+    note = next(note for note in check_tasks(config) if "Dockerfiles" in note)
+    assert f"{provider} builds the images of 1 Dockerfiles" in note
+    assert note.endswith(f"boxes.images {provider} {folder}/tasks 'a b' --size 9`")
+
+
 def test_links_that_no_box_gets_are_named(planned: Told) -> None:
     assert planned.code == 0 and "boxes do not get these links of Harbor tasks" in planned.out, planned
     assert "tasks/one/tests/0.txt" in planned.out and "2.txt and 2 more. If a task needs such a link" in planned.out

@@ -1,8 +1,9 @@
-"""Harbor tasks whose Dockerfile must be built, as nearly all tasks of others: of 3,633 public ones, 28 need no build."""
+"""Harbor tasks whose Dockerfile must be built, as nearly all tasks of others: of 3,633 public ones 28 need no build."""
 
 import base64
 import importlib.util
 import io
+import re
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ import pytest
 
 from inner.errors import InnerError
 from inner.extras.boxes import images
-from inner.extras.boxes.box import BoxOwner, BoxRecipe
-from inner.extras.boxes.episode import box_recipes
+from inner.extras.boxes.box import BoxOwner, BoxRecipe, BuildFailed
+from inner.extras.boxes.episode import Episode, box_recipes
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, open_provider
 from inner.extras.boxes.world import HarborEnvironment, harbor_environment
@@ -115,13 +116,15 @@ def test_tasks_are_left_out_by_name_and_all_faults_are_told_at_once(tmp_path: Pa
     for name in ("a-good", "b-compose", "c-compose", "d-without"):
         write_task(tmp_path / name, docker=REAL, compose="services: {}\n" * ("compose" in name))
     (tmp_path / "d-without/instruction.md").unlink()
-    words = r"b-compose has docker-compose.yaml.* Other tasks cannot be read, either: c-compose, d-without\. .*without = "
+    words = (
+        r'b-compose has docker-compose.yaml.* 2 cannot be read, .*without = ."b-compose", "c-compose", "d-without".\.'
+    )
     with pytest.raises(InnerError, match=words):
         read_tasks(tmp_path)
     assert [task.name for task in read_tasks(tmp_path, {"without": ["*-compose", "d-without"]})] == ["a-good"]
-    with pytest.raises(InnerError, match="leaves all tasks of .* out"):
+    with pytest.raises(InnerError, match=r"leaves all tasks of .* out"):
         read_tasks(tmp_path, {"without": ["*"]})
-    with pytest.raises(InnerError, match="without = '[*]' must be a list of texts"):
+    with pytest.raises(InnerError, match=r"without = '[*]' must be a list of texts"):
         read_tasks(tmp_path, {"without": "*"})
 
 
@@ -154,8 +157,17 @@ def test_a_failed_build_is_told_with_the_tasks_name_and_its_last_lines(
     platform.server.build_fails = ["Collecting absent", "ERROR: No matching distribution found for absent"]
     write_task(tmp_path / "tasks/bad", docker="FROM x\nRUN pip install absent\n")
     write_task(tmp_path / "tasks/good", docker=REAL)
-    with pytest.raises(InnerError, match=r"the Harbor task bad: the image of its Dockerfile cannot be built: (.|\n)*absent"):
-        environment(open_provider("modal"), tmp_path / "tasks/bad")
+    provider, told = open_provider("modal"), list[str]()
+    (task,) = read_tasks(tmp_path / "tasks/bad")
+    for place in ("a", "b"):
+        starter = BoxStarter(provider)
+        begun = Episode(starter, BoxOwner("r", "0", 1, place), task, lambda event, text: told.append(f"{event} {text}"))
+        assert not begun.begin() and begun.reward() is None and starter.counts["provider"] == 1
+    words = (
+        r"boxes_failed the Harbor task bad: the image of its Dockerfile cannot be built: (.|\n)*   ERROR: No .*absent"
+    )
+    assert re.match(words, told[0]) and told[0] == told[1]
+    assert len(platform.server.lines) == 2, "the same build would fail again"
     monkeypatch.setattr(sys, "argv", ["images", "modal", str(tmp_path / "tasks")])
     with pytest.raises(SystemExit) as ended:
         images.main()
@@ -165,3 +177,33 @@ def test_a_failed_build_is_told_with_the_tasks_name_and_its_last_lines(
     with pytest.raises(SystemExit) as ended:
         images.main()
     assert ended.value.code == 0 and capsys.readouterr().out == "good: built\n"
+
+
+# -------------------------------------------------------------------------- E2B
+
+
+@isolated
+@pytest.mark.skipif(not E2B, reason="needs e2b (make test-boxes)")
+def test_e2b_builds_a_tasks_template_and_its_boxes_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inner.extras.boxes import e2b_boxes
+
+    monkeypatch.setattr(e2b_boxes, "ASK_S", 0.0)
+    with E2bServer(tmp_path / "server") as server:
+        provider = open_provider("e2b", **server.options)
+        folder = write_task(tmp_path / "task", docker=REAL, test=JUDGE)
+        env = environment(provider, folder)
+        assert env.bash("pwd; cat made given.txt; cp given.txt out") == "/work\n42\ngiven"
+        assert env.get_reward() == 1.0
+        (row,) = make_rows(TaskSpec(f"harbor:{folder}", 1, 0))
+        env.reset(**row)
+        (template,) = server.templates.values()
+        assert template["name"].startswith("diloco-") and template["fromImage"] == "ubuntu:24.04"
+        env._end()
+        provider.start(OWNER, BoxRecipe(base="rust:1.80"), timeout_s=60).stop()
+        assert [one["fromImage"] for one in server.templates.values()] == ["ubuntu:24.04", "rust:1.80"]
+        server.fail_build = "apt-get returned 100"
+        for docker, why in (("FROM x\nRUN y\n", "apt-get returned 100"), ("FROM x\nFROM y\n", "does not read it")):
+            (task,) = read_tasks(write_task(tmp_path / why[:3] / "bad", docker=docker))
+            with pytest.raises(BuildFailed, match=f"the image of its Dockerfile cannot be built: .*{why}"):
+                BoxStarter(provider).start(OWNER, box_recipes(task)[0])
+        server.shutdown()

@@ -3,17 +3,20 @@
     /v2/sandboxes, /sandboxes/ID                       JSON; metadata as labels; Idempotency-Key
     /process.Process/Start                             Connect, JSON: 5 bytes (flag, length) and a message, per message
     /files?path=                                       multipart up, plain down
+    /v3/templates, …/files/HASH, …/builds/ID[/status]  templates: their files as tars, their steps, a build of two looks
 
 Boxes are LocalBoxes in namespaces.   lose_replies, refuse, busy, html: what the next creates suffer.   drop: the next
-commands' connections are reset.   dead: ids that answer 502.
+commands' connections are reset.   dead: ids that answer 502.   fail_build: why the next builds fail.
 """
 
 import base64
+import io
 import json
 import os
 import socket
 import struct
 import subprocess
+import tarfile
 import threading
 from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,11 +44,18 @@ class E2bServer(ThreadingHTTPServer):
         self.lose_replies = self.refuse = self.busy = self.html = self.drop = 0
         self.dead = set[str]()
         self.users = list[str]()
+        self.templates: dict[str, dict[str, Any]] = {}  # id -> what was asked for, the looks at its build
+        self.archives: dict[str, bytes] = {}  # a COPY's hash -> its tar
+        self.fail_build = ""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    @property
     def options(self) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.server_address[1]}"
+        url = self.url
         return {"api_key": KEY, "api_url": url, "sandbox_url": url, "http_version": "1.1", "retries": 0}
 
 
@@ -60,6 +70,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if path == "/v2/sandboxes":
             self._create(json.loads(body))
+        elif path == "/v3/templates":
+            id = f"tp{len(self.server.templates)}"
+            self.server.templates[id] = {**json.loads(body), "looks": 0}
+            named = {"names": [], "aliases": [], "tags": [], "public": False}
+            self._json(202, {"templateID": id, "buildID": "b", **named})
+        elif path.startswith("/v2/templates/"):
+            self.server.templates[path.split("/")[3]] |= json.loads(body)
+            self._send(202, b"", "application/json")
         elif path.endswith("/connect"):
             self._json(200, self._told(path.split("/")[-2]))
         elif (box := self._box()) is None:
@@ -72,8 +90,26 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._start(box, json.loads(body[5:]))
 
+    def do_PUT(self) -> None:
+        self.server.archives[self.path.split("/")[-1]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._send(200, b"", "text/plain")
+
+    def _template(self, id: str, what: str, hash: str) -> None:
+        """Answer where a COPY's files go, or how a build goes."""
+        if what == "files":
+            present = hash in self.server.archives
+            return self._json(201, {"present": present, "url": f"{self.server.url}/upload/{hash}"})
+        template, why = self.server.templates[id], self.server.fail_build
+        template["looks"] += 1
+        status = "building" if template["looks"] == 1 else "error" if why else "ready"
+        entry = {"timestamp": "2026-01-01T00:00:00Z", "level": "info", "message": "step 1"}
+        told = {"logs": [], "logEntries": [entry], "templateID": id, "buildID": "b", "status": status}
+        self._json(200, told | ({"reason": {"message": why}} if status == "error" else {}))
+
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
+        if path.startswith("/templates/"):
+            return self._template(*path.split("/")[2:5])
         if path == "/v2/sandboxes":
             asked = parse_qs(urlsplit(self.path).query).get("metadata", [""])[0]
             labels = {unquote(k): unquote(v) for k, v in parse_qsl(asked)}
@@ -110,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.headers["Idempotency-Key"]
         if key not in self.server.keys:
             owner = BoxOwner("server", "0", 0, str(len(self.server.keys)))
-            box = self.server.local.start(owner, BoxRecipe(), timeout_s=1)
+            box = self.server.local.start(owner, BoxRecipe(folder=asked["metadata"]["folder"]), timeout_s=1)
+            self._fill(self.server.folder / box._home.name / "root", self.server.templates.get(asked["templateID"], {}))
             self.server.keys[key] = f"id{len(self.server.keys)}"
             self.server.boxes[self.server.keys[key]] = (box, asked["metadata"])
             self.server.online.append(asked.get("allow_internet_access"))
@@ -118,6 +155,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.lose_replies -= 1
             return self._json(504, {"code": 504, "message": "gateway"})
         return self._json(201, self._told(self.server.keys[key]))
+
+    def _fill(self, root: Path, template: dict[str, Any]) -> None:
+        """Take a template's COPY and RUN steps in a box, as a builder would."""
+        for step in template.get("steps", []):
+            if step["type"] == "RUN":
+                subprocess.run([*namespaces(root, "/", ""), "bash", "-c", step["args"][0]], check=True)
+            elif step["type"] == "COPY":
+                with tarfile.open(fileobj=io.BytesIO(self.server.archives[step["filesHash"]])) as archive:
+                    (root / step["args"][1].lstrip("/")).write_bytes(archive.extractfile(step["args"][0]).read())  # type: ignore
 
     def _start(self, box: LocalBox, asked: dict[str, Any]) -> None:
         if self.server.drop:

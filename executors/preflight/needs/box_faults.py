@@ -26,7 +26,7 @@ from executors.supervision.costs import Budget
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig
 from inner.settings.task import SamplingSettings
-from inner.tasks.harbor import BUILDERS, HF_ONLINE, HarborTask, build_fault, local_fault, read_tasks
+from inner.tasks.harbor import BUILDERS, HF_ONLINE, HarborTask, build_fault, in_order, local_fault, read_tasks
 from inner.tasks.spec import HARBOR, PRICED
 
 
@@ -91,10 +91,11 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
 
 def _builds(config: RunConfig, tasks: Sequence[HarborTask], folder: Path) -> Iterator[str]:
     """Yield a note about images that the provider builds at a task's first box."""
-    built = {box.build for one in tasks for box in (one, one.apart) if box and box.build}
-    if built:
-        provider = config.inner.sampling.boxes
-        words = [str(folder), *config.inner.data.task_options.get("without", [])]
+    data, provider = config.inner.data, config.inner.sampling.boxes
+    chosen = in_order(tasks, data.task_seed)[: data.task_size]
+    if built := {box.build for one in chosen for box in (one, one.apart) if box and box.build}:
+        seed = ["--seed", str(data.task_seed)] if data.task_seed else []
+        words = [str(folder), *data.task_options.get("without", []), "--size", str(data.task_size), *seed]
         yield (
             f"{provider} builds the images of {len(built):,} Dockerfiles, each at the first box that needs it, which "
             f"waits. To build them before the run starts: `python -m inner.extras.boxes.images {provider} "

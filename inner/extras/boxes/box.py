@@ -58,6 +58,10 @@ class ProviderFailed(RuntimeError):
     """A provider gave no answer, or no box. The box may exist all the same: look it up by its labels."""
 
 
+class BuildFailed(ProviderFailed):
+    """The provider cannot build a task's image. A second try would not change that; other tasks have boxes."""
+
+
 class BoxGone(RuntimeError):
     """A box does not answer any more: the provider lost it, or its episode broke it (verdict.py decides)."""
 

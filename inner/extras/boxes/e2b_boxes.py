@@ -67,7 +67,7 @@ class E2bBoxes:
         return E2bBox(self._sdk, made, recipe.folder, lambda: self._stopped.update([owner.key]))
 
     def image_of(self, recipe: BoxRecipe) -> str:
-        """Return a recipe's template; "": the server's own.   Raises InnerError for a failed build; ProviderFailed."""
+        """Return a recipe's template; "": the server's own.   Raises BuildFailed and ProviderFailed."""
         if recipe.image or not (recipe.build or recipe.base):
             return recipe.image
         return self._images.image_of(recipe)

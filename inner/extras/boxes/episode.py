@@ -25,13 +25,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from inner.errors import InnerError
 from inner.extras.boxes.artifacts import Artifacts, collect, place
 from inner.extras.boxes.box import (
     Box,
     BoxGone,
     BoxOwner,
     BoxRecipe,
+    BuildFailed,
     ProviderFailed,
     make_executable,
     with_variables,
@@ -77,11 +77,9 @@ class Episode:
         self._starter.count("episodes")
         try:
             self._box = self._starter.start(self._owner, _recipe(self.task))
-        except InnerError as error:
-            raise InnerError(f"the Harbor task {self.task.name}: {error}") from error
         except ProviderFailed as error:
             self._settle("provider")
-            self._tell("boxes_failed", str(error))
+            self._tell_failed(error)
         return self._box is not None
 
     @property
@@ -132,7 +130,7 @@ class Episode:
         except BoxGone:
             box = None
         except ProviderFailed as error:  # no box for the verifier
-            self._tell("boxes_failed", str(error))
+            self._tell_failed(error)
             self._decide(box, lambda: "provider")  # pyright: ignore
             box = None
         if box is not None:
@@ -184,8 +182,12 @@ class Episode:
         try:
             return self._verify_apart(0, None, partial(self._tell, "reward_failed")) is not None
         except (BoxGone, ProviderFailed) as error:
-            self._tell("boxes_failed", str(error))
+            self._tell_failed(error)
             return False
+
+    def _tell_failed(self, error: BoxGone | ProviderFailed) -> None:
+        name = f"the Harbor task {self.task.name}: " * isinstance(error, BuildFailed)
+        self._tell("boxes_failed", f"{name}{error}")
 
     def _fresh(self, n: int) -> Box:
         return self._starter.start(self._fresh_owner(n), _recipe(self.task))

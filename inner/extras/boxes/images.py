@@ -3,11 +3,13 @@
     recipe.build, a tar ─┐
     recipe.base, FROM ───┴─▶ a folder with a Dockerfile ──▶ build(folder, name)     name: "diloco-DIGEST" of the content
 
-    python -m inner.extras.boxes.images PROVIDER FOLDER [PATTERN …]      build those of all tasks in FOLDER, without
-                                                                         names like PATTERN, before a run starts
+    python -m inner.extras.boxes.images PROVIDER FOLDER [PATTERN …] [--size N] [--seed S]
+        builds those of FOLDER's tasks before a run starts; the arguments are the run's task_options.without, task_size
+        and task_seed
 
 The provider keeps what it has built, so a later process gets the same image within seconds. A start waits for its
-image for as long as the build takes, at most BUILD_S, beyond the start's own budget.
+image for as long as the build takes, at most BUILD_S, beyond the start's own budget. A failed build is not tried again
+in this process; only its own task has no boxes.
 
 Not promised: an end of a provider's build that has taken longer; a removal of images.
 """
@@ -25,10 +27,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from inner.errors import InnerError
-from inner.extras.boxes.box import BoxRecipe, ProviderFailed
+from inner.extras.boxes.box import BoxRecipe, BuildFailed, ProviderFailed
 from inner.extras.boxes.episode import box_recipes
 from inner.extras.boxes.starting import open_provider
-from inner.tasks.harbor import BUILDERS, HarborTask, read_tasks
+from inner.tasks.harbor import BUILDERS, HarborTask, in_order, read_tasks
 
 BUILD_S = 3600.0  # seconds for one image
 AT_ONCE = 8  # builds
@@ -52,8 +54,13 @@ class BuiltImages:
             if name not in self._images:
                 with TemporaryDirectory() as folder:
                     _unpack(recipe, Path(folder))
-                    self._images[name] = self._build(Path(folder), name)
-            return self._images[name]
+                    try:
+                        self._images[name] = self._build(Path(folder), name)
+                    except BuildFailed as error:
+                        self._images[name] = error
+            if isinstance(found := self._images[name], BuildFailed):
+                raise BuildFailed(str(found))
+            return found
 
 
 def _unpack(recipe: BoxRecipe, folder: Path) -> None:
@@ -64,10 +71,10 @@ def _unpack(recipe: BoxRecipe, folder: Path) -> None:
         (folder / "Dockerfile").write_text(f"FROM {recipe.base}\n")
 
 
-def build_failed(why: str, lines: Iterable[str] = ()) -> InnerError:
+def build_failed(why: str, lines: Iterable[str] = ()) -> BuildFailed:
     """Return the error of a Dockerfile that cannot be built.   lines: the end of the build's log."""
     last = "".join(f"\n    {line}" for line in list(lines)[-LINES:])
-    return InnerError(f"the image of its Dockerfile cannot be built: {why}. Correct it, or leave the task out.{last}")
+    return BuildFailed(f"the image of its Dockerfile cannot be built: {why}. Correct it, or leave the task out.{last}")
 
 
 def build_all(provider: Any, tasks: Iterable[HarborTask], say: Callable[[str], None]) -> bool:
@@ -94,9 +101,11 @@ def main() -> None:
     parser.add_argument("provider", choices=BUILDERS)
     parser.add_argument("folder", type=Path, help="the folder of tasks")
     parser.add_argument("without", nargs="*", help="patterns of names of tasks that are left out")
+    parser.add_argument("--size", type=int, help="the number of tasks (inner.data.task_size); default: all")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of their order (inner.data.task_seed)")
     asked = parser.parse_args()
     try:
-        tasks = read_tasks(asked.folder, {"without": asked.without})
+        tasks = in_order(read_tasks(asked.folder, {"without": asked.without}), asked.seed)[: asked.size]
         built = build_all(open_provider(asked.provider), tasks, lambda line: print(line, flush=True))
     except (InnerError, ProviderFailed) as error:
         raise SystemExit(str(error)) from error

@@ -64,7 +64,7 @@ class ModalBoxes:
         return ModalBox(self._sdk, made, recipe.folder)
 
     def image_of(self, recipe: BoxRecipe) -> Any:
-        """Return the SDK's image of a recipe.   Raises InnerError if it cannot be built, and ProviderFailed."""
+        """Return the SDK's image of a recipe.   Raises BuildFailed and ProviderFailed."""
         if recipe.build:
             return self._images.image_of(recipe)
         images, name = self._sdk.Image, recipe.image or recipe.base or IMAGE

@@ -32,6 +32,7 @@ from inner.extras.boxes.box import (
     BoxOwner,
     BoxProvider,
     BoxRecipe,
+    BuildFailed,
     ProviderFailed,
     make_executable,
 )
@@ -84,7 +85,7 @@ class BoxStarter:
         self.on_used: Callable[[float, float | None], None] = lambda seconds, usd_per_hour: None  # one thread at a time
 
     def start(self, owner: BoxOwner, recipe: BoxRecipe) -> Box:
-        """Return the owner's box.   Raises ProviderFailed when the budget is spent."""
+        """Return the owner's box.   Raises ProviderFailed when the budget is spent, BuildFailed at once."""
         budget_s = AGAIN_S if self._gave_up else self._budget_s
         end, pause, last = self.clock() + budget_s, FIRST_PAUSE_S, "the starts were paused"
         ambiguous = False
@@ -100,6 +101,8 @@ class BoxStarter:
                 self._note(failed=False)
                 self._gave_up = False
                 return box
+            except BuildFailed:
+                raise
             except ProviderFailed as error:
                 ambiguous, last = True, str(error)
                 self._note(failed=True)
