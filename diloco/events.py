@@ -71,6 +71,9 @@ KINDS: Mapping[str, EventKind] = {
         "free some space; all writers wait for it",
     ),
     "boxes_failed": EventKind(WARNING, "A sandbox provider gave no box; see its error.", "check its quota and image"),
+    "image_failed": EventKind(
+        WARNING, "An image cannot be built, so rollouts of its Harbor task have no reward.", "correct its Dockerfile"
+    ),
     "nothing_learned": EventKind(
         WARNING, "All gradients of the round were zero, for example because all rewards of each group are equal.",
         "is the task too hard or too easy? o shows rollouts with their rewards",

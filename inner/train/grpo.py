@@ -14,6 +14,7 @@ Not promised: that a second session gives the same bits; `seeds.noise` seeds sam
 """
 
 import copy
+import logging
 import os
 import tempfile
 import time
@@ -88,18 +89,26 @@ METRIC_NAMES = {
     "sdpo/grad_norm": "sdpo_grad_norm",
     "replay/grad_norm": "replay_grad_norm",
 }
+MOST_MESSAGE = 1000  # characters of a warning of TRL's
 LOGGED, MOST_LOGGED, MOST_NAME = "logged/", 32, 64  # rewards' own metrics: prefix, limits of metrics and of characters
 
 
 @contextmanager
 def _silence_libraries() -> Iterator[None]:
     """Keep transformers' log to errors, without warnings that TRL 1.16 uses deprecated names (transformers 5.23);
-    suppress TRL's warning that environments are experimental."""
+    suppress TRL's warning that environments are experimental; cut TRL's warnings that have a whole row."""
+    logging.getLogger("trl.trainer.grpo_trainer").addFilter(_cut)
     transformers_logging.set_verbosity_error()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
         yield
+
+
+def _cut(record: logging.LogRecord) -> bool:
+    """Cut a long message; return True, so that it is logged. A row may have megabytes, and hidden tests."""
+    record.msg = str(record.msg)[:MOST_MESSAGE]
+    return True
 
 
 class GrpoLoop:

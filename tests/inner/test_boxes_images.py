@@ -164,7 +164,7 @@ def test_a_failed_build_is_told_with_the_tasks_name_and_its_last_lines(
         begun = Episode(starter, BoxOwner("r", "0", 1, place), task, lambda event, text: told.append(f"{event} {text}"))
         assert not begun.begin() and begun.reward() is None and starter.counts["provider"] == 1
     words = (
-        r"boxes_failed the Harbor task bad: the image of its Dockerfile cannot be built: (.|\n)*   ERROR: No .*absent"
+        r"image_failed the Harbor task bad: the image of its Dockerfile cannot be built: (.|\n)*   ERROR: No .*absent"
     )
     assert re.match(words, told[0]) and told[0] == told[1]
     assert len(platform.server.lines) == 2, "the same build would fail again"

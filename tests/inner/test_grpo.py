@@ -10,6 +10,7 @@ import torch
 
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
+from inner.train.grpo import _silence_libraries
 from inner.usercode.reward_calls import RewardFailed
 from tests.inner.test_toolworld import SMALL, small_folder
 from tests.support.tables import merge_tables
@@ -260,3 +261,13 @@ def test_grpo_with_hints_learns_the_small_world() -> None:
         loop.train(after(5))
         rewards.append(loop.pop_metrics()["reward"])
     assert rewards[0] < 0.6 and rewards[-1] > rewards[0] + 0.3, rewards
+
+
+def test_a_warning_of_trl_with_a_whole_row_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """TRL prints the row of a completion without a reward: a Harbor task's may have megabytes."""
+    from trl.trainer import grpo_trainer
+
+    with _silence_libraries():
+        grpo_trainer.logger.logger.warning("All reward functions returned None for: %" + "x" * 1_000_000)
+    (message,) = caplog.messages
+    assert message.startswith("All reward functions returned None") and len(message) == 1000

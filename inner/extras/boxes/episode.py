@@ -186,8 +186,10 @@ class Episode:
             return False
 
     def _tell_failed(self, error: BoxGone | ProviderFailed) -> None:
-        name = f"the Harbor task {self.task.name}: " * isinstance(error, BuildFailed)
-        self._tell("boxes_failed", f"{name}{error}")
+        if isinstance(error, BuildFailed):
+            self._tell("image_failed", f"the Harbor task {self.task.name}: {error}")
+        else:
+            self._tell("boxes_failed", str(error))
 
     def _fresh(self, n: int) -> Box:
         return self._starter.start(self._fresh_owner(n), _recipe(self.task))

@@ -77,7 +77,7 @@ class ModalBoxes:
                 asyncio.run(asyncio.wait_for(image.build.aio(self._app), BUILD_S))
             except self._sdk.exception.ImageBuildError as error:
                 said = "".join(str(entry.message) for entry in image.logs.tail(LINES))
-                raise build_failed(str(error).rstrip("."), said.splitlines()) from error
+                raise build_failed(f"all its lines: `modal image logs {error.image_id}`", said.splitlines()) from error
         return image
 
     def find(self, labels: Mapping[str, str]) -> Sequence["ModalBox"]:
@@ -145,8 +145,8 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
         raise
     except errors.AuthError as error:
         raise InnerError(
-            f"Modal refuses the credentials: {error}. Run `modal token set`, or set MODAL_TOKEN_ID and "
-            "MODAL_TOKEN_SECRET"
+            f"Modal refuses the credentials: {str(error).rstrip('.')}. Run `modal token set`, or set MODAL_TOKEN_ID "
+            "and MODAL_TOKEN_SECRET"
         ) from error
     except errors.ResourceExhaustedError as error:
         raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error

@@ -39,8 +39,7 @@ class _Shared:
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options
         self._lock = threading.Lock()
-        self.told = False  # whether an error of the provider was logged since its last new box
-        self.silent = set[str]()  # tasks whose verifier gave no number, which was logged
+        self.told = set[str]()  # what was logged: an event, or an event and a task; errors since the last new box
 
     @property
     def starter(self) -> BoxStarter:
@@ -85,7 +84,7 @@ class HarborEnvironment:
         owner = BoxOwner(*self._session, f"{self._place}-{self._episode}")
         self._now = Episode(self._starter, owner, load_harbor(harbor), self._tell)
         if self._now.begin():
-            self._shared.told = False
+            self._shared.told.discard("boxes_failed")
 
     def bash(self, command: str) -> str:
         """Run a shell command in the box.
@@ -155,15 +154,11 @@ class HarborEnvironment:
             self._tell_used()
 
     def _tell(self, event: str, text: str) -> None:
-        """Log an error of the provider once until the provider gives a box again; a task's silent verifier once."""
-        shared, name = self._shared, self._begun.task.name
-        if self._host is None or (shared.told if event == "boxes_failed" else name in shared.silent):
-            return
-        if event == "boxes_failed":
-            shared.told = True
-        else:
-            shared.silent.add(name)
-        self._host.emit(event, text)
+        """Log an error of the provider once until it gives a box again; another event once per task."""
+        key = event if event == "boxes_failed" else f"{event} {self._begun.task.name}"
+        if self._host is not None and key not in self._shared.told:
+            self._shared.told.add(key)
+            self._host.emit(event, text)
 
     def _tell_used(self) -> None:
         """Log an event about the boxes of a batch, once the batch's last box has ended."""
