@@ -54,7 +54,11 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
             from inner.data.template_fault import refuse_missing_template
 
             refuse_missing_template(config.inner, config.user_files(), known.folder)
-        notes = _rehearse(config, places) if config.inner.own_code else []
+        notes = list[str]()
+        if config.inner.own_code:
+            from executors.preflight.place_faults import rehearsal_notes
+
+            notes = rehearsal_notes(config, places)
         notes += _dry_run(config, known)
     except InnerError as error:
         raise UsageError(f"{name}: {_with_inner(str(error))}") from None
@@ -105,27 +109,6 @@ def _known_model(inner: InnerConfig) -> KnownModel:
     from inner.models.known import known_model
 
     return known_model(inner)
-
-
-def _rehearse(config: RunConfig, places: Sequence[Place]) -> list[str]:
-    """Try the reward and other user code; return notes.  Raise InnerError if it cannot work."""
-    from executors.preflight.place_faults import about_missing, about_sandbox
-    from inner.usercode.rehearse import TIME_S, rehearse
-
-    notes = list[str]()
-    found = rehearse(config.inner, config.user_files(), steps=config.fleet.steps * config.outer.interval)
-    code = config.inner.own_code
-    if found.late:
-        notes.append(f"not checked: {code}: trying that here took longer than {TIME_S:.0f} s")
-    elif found.missing:
-        notes.append(about_missing(found.missing, code, found.refused, places))
-    elif found.refused and not found.no_sandbox:
-        raise InnerError(found.refused)
-    if found.warning:
-        notes.append(found.warning)
-    if found.sandboxed:
-        notes += about_sandbox(code, found.refused, places)
-    return notes
 
 
 def _dry_run(config: RunConfig, known: KnownModel) -> list[str]:
