@@ -34,7 +34,7 @@ from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.places import build_executor, former_places, places_of
-from executors.supervision.grace import GRACE_S, finish_s, leave_s
+from executors.supervision.grace import GRACE_S, finish_s, leave_s, usual_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
@@ -299,7 +299,8 @@ class Supervisor:
     def _grace_s(self, state: SlotState, report: Report) -> float:
         """Return the seconds that a replica may take to end, from a request or from the run's end."""
         beat = report.beats.get(state.slot)
-        usual = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
+        least = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
+        usual = usual_s(report.request_s, least)
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
             return usual
         over = report.done and not self._leaving and self._verdict is None

@@ -447,6 +447,7 @@ def test_a_supervisor_on_a_slow_store_keeps_its_run():
     with pytest.raises(Supervised, match="process 77 on elsewhere"):
         Lease.take(store, clock)
     assert Patience(store, clock, 0.0).silent_s > 32.0, "`diloco stop` waits for a replica's next heartbeat, too"
+    assert Patience(store, clock, None).seconds() > 73.0, "so long took a replica that lost nothing"
 
 
 def test_the_claims_of_all_slots_are_read_at_the_same_time():
