@@ -80,8 +80,8 @@ def task_fault(config: RunConfig, place: Place) -> str:
     plugged = re.findall(r'"([^"]+\.py):\w+"', json.dumps(config.inner.data.task_options, default=str))
     if plugged and not any(key in place.options for key in ("image", "code")):
         return (
-            f"inner.data.task_options: {plugged[0]} is a file of this machine, and will not be on {place.executor}. Move "
-            "the function into the taskset's package, or take an image that has the file (`--option image=NAME`)"
+            f"inner.data.task_options: {plugged[0]} is a file of this machine, and will not be on {place.executor}. "
+            "Move the function into the taskset's package, or take an image that has the file (`--option image=NAME`)"
         )
     return ""
 
