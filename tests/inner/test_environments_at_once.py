@@ -483,6 +483,21 @@ def test_a_proxy_that_has_every_attribute_is_not_in_order() -> None:
     assert in_order([Proxy(), One(0)]) == set()
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_property_or_a_slot_says_by_its_value_whether_it_is_in_order(value: bool) -> None:
+    """Before: True, whatever it held."""
+
+    class Slotted:
+        __slots__ = ("_in_order",)
+
+    class Computed:
+        _in_order = property(lambda self: value)
+
+    slotted = Slotted()
+    slotted._in_order = value
+    assert in_order([slotted, Computed(), Slotted()]) == ({0, 1} if value else set())
+
+
 class Tidy:
     """An environment that may only be used in the thread that made it, as a SQLite connection, or a browser."""
 
