@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from diloco.run.record import Run
 from diloco.runlog.reader import read_report
 from diloco.views.overview import overview
 from executors.cli import main as cli
+from executors.cli.__main__ import main as entry
 from executors.cli.starting import demo
 from executors.preflight import run_url
 from executors.supervision.lease import Lease
@@ -433,3 +436,17 @@ def test_a_finished_demo_is_left_alone(monkeypatch, tmp_path):
     open_run(load_config("runs/demo/demo.toml"), "runs/demo", SystemClock(), steps=6)
     killed_and_replaced(first.store)
     assert demo._open_demo_run(None).url.endswith("runs/demo-2")
+
+
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(monkeypatch):
+    """Before: a traceback in the first .2 s."""
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "executors.cli.main":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "executors.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert entry() == 130
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"diloco": f"{entry.__module__}:{entry.__name__}"}
