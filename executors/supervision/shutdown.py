@@ -95,7 +95,7 @@ class Patience:
     def hears(self, claim: Claim) -> bool:
         """Whether the claim's session has not left, and its heartbeat has changed within the time of two."""
         beat = _beat_of_claim(self._store, claim)
-        if beat is None or beat.phase == "left":
+        if beat is None or beat.phase == "left" or _has_ended_here(claim):
             return False
         newest, since = self._changed.get(claim.slot, (None, 0.0))
         if newest is None or (newest.generation, newest.n) != (beat.generation, beat.n):
@@ -399,6 +399,12 @@ def _other_supervisor(store: Store) -> Claim | None:
 def _may_be_alive(store: Store, claim: Claim, patience: Patience) -> bool:
     """Whether the claim's process runs here, or its heartbeat is not silent."""
     return claimed_process(store.url, claim) is not None or patience.hears(claim)
+
+
+def _has_ended_here(claim: Claim) -> bool:
+    """Whether the claim's process was on this machine, and has ended."""
+    is_here = bool(claim.started) and claim.host == host_name() == machine_name()
+    return is_here and not processes.is_alive(claim.pid, claim.started)
 
 
 def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:
