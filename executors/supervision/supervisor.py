@@ -85,6 +85,11 @@ class Outcome:
     text: str
 
 
+def end_code(error: Exception) -> int:
+    """Return GAVE_UP for an error after which the same command may succeed later; else 1."""
+    return exitcodes.GAVE_UP if isinstance(error, StoreFull | StoreUnclear | Unavailable) else FAILED
+
+
 @dataclass
 class Supervisor:
     """One supervisor of a run.
@@ -179,7 +184,7 @@ class Supervisor:
             self._alerts.close()
         except Exception as error:
             self._trackers.end(done=False)
-            self.emit("crashed", code=exitcodes.CRASHED, text=f"{type(error).__name__}: {error}")
+            self.emit("crashed", code=end_code(error), text=f"{type(error).__name__}: {error}")
             if not isinstance(error, StoreUnclear | Unavailable):  # after these, a hosting platform restarts us
                 self.lease.beat("left")
             raise
@@ -432,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
     except Supervised as error:
         outcome = Outcome(LOST_LEASE, str(error))
     except (RendezvousError, ExecutorError) as error:
-        outcome = Outcome(FAILED, str(error))
+        outcome = Outcome(end_code(error), str(error))
     print(outcome.text, flush=True)
     return outcome.code
 

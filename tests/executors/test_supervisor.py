@@ -30,7 +30,7 @@ from rendezvous.agreement.membership import claim, claims_above, read_control, w
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
-from rendezvous.errors import Fenced, Leaving
+from rendezvous.errors import Fenced, Leaving, StoreFull
 from rendezvous.records.records import Beat
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -368,6 +368,16 @@ def test_a_supervisor_of_its_own_brings_a_run_to_its_end(tmp_path, capsys):
     report = read_report(run.store)
     assert report.done and {e["executor"] for e in report.of_kind("launched")} == {"local"}
     assert "all 3 outer steps are committed" in capsys.readouterr().out
+
+
+def test_a_detached_supervisor_that_gives_up_ends_with_the_documented_code(monkeypatch, capsys):
+    """Before: 1, where `diloco train` in the foreground had 75."""
+
+    def full(*_: object) -> None:
+        raise StoreFull("cannot write log/supervisor-1: no space left")
+
+    monkeypatch.setattr("executors.supervision.supervisor._supervise_run", full)
+    assert main(["runs/full"]) == exitcodes.GAVE_UP and "no space left" in capsys.readouterr().out
 
 
 def test_a_second_supervisor_goes_and_says_why(tmp_path, executor, capsys):
