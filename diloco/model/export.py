@@ -28,7 +28,6 @@ from diloco.run.sections import keep_bytes
 from diloco.runlog.reached import refuse_lost
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
-from inner.train.build import load_dequantised, load_start
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.background import no_emit, together_on
@@ -75,6 +74,8 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
         from diloco.model.script_model import write_script_model
 
         return write_script_model(run, record, state, to)
+    from inner.train.build import load_dequantised, load_start  # it imports transformers
+
     inner = run.config.inner
     with tempfile.TemporaryDirectory() as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
@@ -176,6 +177,8 @@ def put_into(model: nn.Module, state: OuterState) -> None:
 
 def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
     """Return the outer state's first arrays, for a run whose snapshot 0 has no blob."""
+    from inner.train.build import load_start  # it imports transformers
+
     config = run.config
     with tempfile.TemporaryDirectory() as scratch:
         folder = start_folder(run, record, Path(scratch))

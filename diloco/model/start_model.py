@@ -24,7 +24,6 @@ from torch import nn
 from diloco.outer.flat import FlatFragment, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import OuterConfig, cut_fragments
-from inner.train.build import load_start
 from rendezvous.errors import WrongRun
 from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
@@ -63,6 +62,8 @@ def first_arrays(
     folder: Path, dtype: str, outer: OuterConfig, lora: "LoraSettings | None" = None
 ) -> dict[str, np.ndarray]:
     """Return the outer state before the first outer step, from the start model's folder."""
+    from inner.train.build import load_start  # it imports transformers
+
     model, _ = load_start(folder, dtype, lora)
     params = [p for _, p in trainable_parameters(model)]
     flats = [FlatFragment(params[s]).flat for s in cut_fragments([p.numel() for p in params], outer.fragments)]

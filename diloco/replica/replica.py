@@ -46,6 +46,7 @@ from rendezvous.errors import (
     Leaving,
     RendezvousError,
     StoreError,
+    StoreRefused,
     StoreUnclear,
     WrongRun,
 )
@@ -446,6 +447,7 @@ def _end_session(session: Session, error: RendezvousError) -> int:
         (Diverged, exitcodes.DIVERGED, "diverged"),
         (Collected, exitcodes.DIVERGED, "outdated"),
         (GaveUp, exitcodes.GAVE_UP, "gave_up"),
+        (StoreRefused, exitcodes.GAVE_UP, "gave_up"),  # of an actor, which does not wait for the store
         (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
         (WrongRun, exitcodes.USER_ERROR, "refused"),
         (WireError, exitcodes.USER_ERROR, "refused"),

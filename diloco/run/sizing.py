@@ -13,6 +13,7 @@ Not promised: that all replicas have the bandwidth measured here.  If you know t
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -83,12 +84,18 @@ def parameters_of(config: RunConfig) -> int:
 def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
     """Count the adapter's parameters by the shapes in the model's files; None without an adapter or known layers.
 
-    folder: has the model's files.   In a .gguf file, all layers count, because their names differ."""
+    folder: has the model's files.   In a .gguf file, all layers count, because their names differ.  The layers of a
+    mixture of experts differ between its files and the loaded model, so the model is built, without its weights."""
     lora = config.inner.lora
     if lora is None:
         return None
-    names = [] if is_gguf_file(config.inner.model) else lora.names
-    return adapter_parameters(_shapes_of(config, folder), lora.r, names, lora.freeze_a) or None
+    gguf, shapes = is_gguf_file(config.inner.model), _shapes_of(config, folder)
+    if not gguf and any(".experts." in name or "router" in name for name in shapes):
+        from inner.models.lora import adapter_size
+
+        with suppress(Exception):  # a model that this machine's transformers does not know
+            return adapter_size(folder or Path(config.inner.model), lora)
+    return adapter_parameters(shapes, lora.r, [] if gguf else lora.names, lora.freeze_a) or None
 
 
 def quantised_parameters_of(config: RunConfig, folder: Path | None = None) -> int:

@@ -40,7 +40,8 @@ class LostCommit:
     def in_words(self) -> str:
         return (
             f"commit {self.step} is missing, though {self.witness} shows step {self.reached} reached. No run deletes "
-            "commits: the bucket was edited, or lost objects; restore it from a backup"
+            "commits: the bucket was edited, or lost objects; restore it from a backup. Or that record is false: "
+            "delete it if no replica of this run wrote it"
         )
 
 

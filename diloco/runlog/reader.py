@@ -56,6 +56,7 @@ class Report:
     damage: str = ""  # text about a necessary record that cannot be read
     taken: int = 0  # number of commits, if the scope does not read them all
     supervisor: Claim | None = None  # the claim of the newest supervisor, alive or not
+    request_s: float = 0.0  # seconds of the newest request to a bucket
 
     @property
     def head(self) -> int:
@@ -157,7 +158,7 @@ class Reader:
         cache: "Cache | None" = None,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
-        self._store = Ahead(store, cache, answers=answers)
+        self._bucket, self._store = store, Ahead(store, cache, answers=answers)
         self._scope = scope
         self._cache = cache
         self._first = True
@@ -218,6 +219,7 @@ class Reader:
             damage=self._damage,
             taken=0 if self._scope.commits else found.commits,
             supervisor=self._supervisor,
+            request_s=getattr(self._bucket, "request_s", 0.0),
         )
 
     def _take_look(self) -> Found:

@@ -19,7 +19,9 @@ from rendezvous.agreement.membership import launch_of
 if TYPE_CHECKING:
     from diloco.runlog.reader import Report
 
-_TELLING = re.compile(r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b")
+_TELLING = re.compile(
+    r"\w(Error|Exception|Interrupt)\b|\b[Ee]rror:|out of memory|\b[Kk]illed\b|\bcannot (create|write) (?!.*; trying)"
+)
 _STAMP = re.compile(r"^\s*\S*\d\d:\d\d:\d\d\S*\s+")
 LONGEST = 300  # at most so many characters of a reason
 PLATFORMS = {"modal": "Modal", "hf-jobs": "Hugging Face", "sky": "SkyPilot"}

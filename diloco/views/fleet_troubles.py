@@ -56,7 +56,7 @@ def stalled(report: Report, now: float, spent: Spending | None) -> list[Trouble]
     median_s = median(step_gaps(report.steps))  # so that a few quick steps (without a slow replica) do not count
     usual_s = max(seconds_per_step(report.steps) or 0.0, median_s)
     open_s = now - _open_since(report, now) - _evaluated_s(report, now)
-    if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report.url)):
+    if open_s <= max(STALL * usual_s, STALL_FLOORS * silent_s(report)):
         return []
     text = f"no outer step for {duration(open_s)}, where {duration(usual_s)} are usual; {_who_is_there(report, now)}"
     advice = "`diloco logs RUN SLOT` for a silent replica; `diloco resume RUN` if no supervisor runs"

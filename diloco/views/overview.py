@@ -24,6 +24,7 @@ from diloco.runlog.learning import over_replicas
 from diloco.runlog.reader import Report
 from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import Step
+from rendezvous.agreement.membership import REQUESTS
 from rendezvous.layout import is_slot
 from rendezvous.records.records import Beat
 from rendezvous.stores.open import stays_here
@@ -254,7 +255,7 @@ def _with_beat(
     row: SessionRow, beat: Beat, report: Report, *, now: float, read_at: float, rate: float | None
 ) -> SessionRow:
     written = written_at(beat, report, now)
-    phase = "silent" if beat.phase != "left" and read_at - written > silent_s(report.url) else beat.phase
+    phase = "silent" if beat.phase != "left" and read_at - written > silent_s(report) else beat.phase
     return replace(
         row,
         phase=phase,
@@ -306,12 +307,12 @@ def newest_step_at(report: Report, now: float) -> float:
 
 def is_fresh(beat: Beat, report: Report, now: float) -> bool:
     """Whether the heartbeat is not older than that of a live session."""
-    return now - written_at(beat, report, now) <= silent_s(report.url)
+    return now - written_at(beat, report, now) <= silent_s(report)
 
 
-def silent_s(url: str) -> float:
-    """Return the maximal age of a live session's heartbeat, in seconds."""
-    return SILENT_S if stays_here(url) else SILENT_FAR_S
+def silent_s(report: Report) -> float:
+    """Return the maximal age of a live session's heartbeat, in seconds; a slow store delays its writing and reading."""
+    return (SILENT_S if stays_here(report.url) else SILENT_FAR_S) + REQUESTS * report.request_s
 
 
 def inner_steps_per_round(report: Report) -> int:

@@ -90,7 +90,7 @@ def _items(report: Report, asked: AskedSoFar, now: float) -> Iterator[tuple[str,
             beat is None
             or session is None
             or not _is_settled(beat, session)
-            or read_at - written_at(beat, report, now) > silent_s(report.url)
+            or read_at - written_at(beat, report, now) > silent_s(report)
         ):
             yield ("sessions", slot)
         elif beat.step != asked.log_steps.get(slot):

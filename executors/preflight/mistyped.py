@@ -2,6 +2,7 @@
 
     diloco trian run.toml          ──▶  diloco: there is no VERB 'trian'; did you mean train?
     diloco train c --run r --gpus  ──▶  diloco train: there is no option --gpus; did you mean --gpu?
+    diloco status -mine            ──▶  …: RUN must be given; write a name that begins with a dash as ./-mine
     diloco logs r01 --run r        ──▶  as `diloco logs r r01`: the run may be written as for `train`
 
 Not promised: that the nearest word is the word that you meant.
@@ -9,6 +10,7 @@ Not promised: that the nearest word is the word that you meant.
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -39,7 +41,7 @@ def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
         return f"{first} is before the verb; write the verb first, then its options"
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"
-    return f"there is no option {first}{nearest_hint(first, options)}"
+    return f"there is no option {first}{nearest_hint(first, options) or _dash_hint()}"
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:
@@ -57,5 +59,11 @@ def in_words(message: str, prog: str) -> str:
         return f"there is no {name} {word!r}" + (nearest_hint(word, known) or f"{first}; there are {', '.join(known)}")
     if message.startswith("the following arguments are required"):
         missing = message.partition(": ")[2]
-        return f"{missing} must be given; `{prog} --help` explains it"
-    return message.removeprefix("argument ")
+        return f"{missing} must be given{_dash_hint()}; `{prog} --help` explains it"
+    return message.removeprefix("argument ") + (_dash_hint() if message.endswith("expected one argument") else "")
+
+
+def _dash_hint() -> str:
+    """Return how to write the command's first word that begins with one dash and is too long for an option, or ""."""
+    word = next((word for word in sys.argv[2:] if re.match("-[^-].", word)), "")
+    return f"; write a name that begins with a dash as ./{word}" if word else ""

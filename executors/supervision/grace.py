@@ -2,6 +2,7 @@
 
     request ─▶ inner step ends ─▶ offer is stored ─▶ leave record      grace = usual + inner steps · rate
              └─ rate: seconds per inner step (0: not known yet)        a kill loses the inner steps since the last offer
+    usual = GRACE_S, and on a slow store the time of one turn of requests to hear the request, and of one to leave
 
 Not promised: that a replica which hangs but sends heartbeats ends before FINISH_S; a second Ctrl-C ends it.
 """
@@ -10,6 +11,7 @@ from contextlib import suppress
 
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
+from rendezvous.agreement.membership import REQUESTS
 from rendezvous.records.records import Beat
 
 GRACE_S = 20.0
@@ -17,6 +19,11 @@ FINISH_S = 300.0  # time for an upload (of an offer or a last snapshot) while he
 EVALUATION_S = 86400.0  # time for the last evaluation; if it hangs, the replica's own watchdog ends it
 LAST_STEPS = 3.0  # inner steps that a training replica may take before it sees that the run has ended
 AT_WORK = "train"  # the phase of a replica that takes inner steps or uploads their offer
+
+
+def usual_s(request_s: float, least: float) -> float:
+    """Return the seconds to leave without an inner step.   request_s: seconds of a request to the store."""
+    return least + 2 * REQUESTS * request_s
 
 
 def finish_s(beat: Beat, steps: int, usual: float) -> float:

@@ -16,7 +16,7 @@ from diloco.process import processes
 from diloco.process.processes import host_name, host_words, mark_run, works_for
 from diloco.runlog.reader import SUPERVISOR
 from rendezvous import layout
-from rendezvous.agreement.membership import claim, claims_above, newest_claim, read_beat
+from rendezvous.agreement.membership import REQUESTS, claim, claims_above, newest_claim, read_beat
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError, StoreRefused
 from rendezvous.machine import machine_name
@@ -25,7 +25,6 @@ from rendezvous.store import Readable, Store
 
 FRESH_S = 10.0  # a live supervisor may be silent for some seconds while it imports heavy modules
 BEAT_S = 2.0  # seconds between heartbeats during a slow call to a platform
-REQUESTS = 8  # requests that a process makes, one after the other, between two heartbeats
 WATCHING = "watching"  # a supervisor's phase after its first look and the actions that follow
 
 T = TypeVar("T")
@@ -113,7 +112,7 @@ def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> C
 
 
 def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
-    fresh_s += turn_s(store, clock)
+    fresh_s += REQUESTS * timed_request_s(store, clock)
     first = read_beat(store, SUPERVISOR)
     until = clock.now() + fresh_s
     while not (_has_left(holder, first) or _known_dead(store.url, holder)):
@@ -127,11 +126,11 @@ def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool
     return False
 
 
-def turn_s(store: Readable, clock: Clock) -> float:
-    """Make one request, and return the seconds by which the store's slowness delays the next heartbeat of a process."""
+def timed_request_s(store: Readable, clock: Clock) -> float:
+    """Make one request, and return its seconds: REQUESTS of them may delay the next heartbeat of a process."""
     began = clock.now()
     store.get(layout.RUN)
-    return REQUESTS * (clock.now() - began)
+    return clock.now() - began
 
 
 def _has_left(holder: Claim, beat: Beat | None) -> bool:

@@ -38,14 +38,15 @@ from diloco.units import duration
 from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import REAP_S, claimed_process, newest_claims, unproven_process
 from executors.platforms.places import build_executor
-from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
-from executors.supervision.lease import Lease, supervisor_of, turn_s
+from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work, usual_s
+from executors.supervision.lease import Lease, supervisor_of, timed_request_s
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
 from rendezvous import layout
-from rendezvous.agreement.membership import read_beat, read_control, read_leave
-from rendezvous.agreement.salvage import read_standing_control, write_stop
+from rendezvous.agreement.membership import REQUESTS, read_beat, read_control, read_leave
+from rendezvous.agreement.salvage import read_standing_control
+from rendezvous.agreement.stop import write_stop
 from rendezvous.background import fetch_together, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RendezvousError, StoreFull
@@ -86,13 +87,15 @@ class Patience:
             self._boundary = boundary_of(read_run(store.url))
         self._asked = {} if grace_s is not None else self._beats()
         self._seconds = 0.0
-        self.silent_s = (LOOK_S if getattr(store, "near", False) else LOOK_FAR_S) + turn_s(store, clock)
+        request_s = timed_request_s(store, clock)
+        self._usual = usual_s(request_s, GRACE_S)
+        self.silent_s = (LOOK_S if getattr(store, "near", False) else LOOK_FAR_S) + REQUESTS * request_s
         self._changed: dict[str, tuple[Beat, float]] = {}  # slot -> newest heartbeat, and when it was first seen
 
     def hears(self, claim: Claim) -> bool:
         """Whether the claim's session has not left, and its heartbeat has changed within the time of two."""
         beat = _beat_of_claim(self._store, claim)
-        if beat is None or beat.phase == "left":
+        if beat is None or beat.phase == "left" or _has_ended_here(claim):
             return False
         newest, since = self._changed.get(claim.slot, (None, 0.0))
         if newest is None or (newest.generation, newest.n) != (beat.generation, beat.n):
@@ -106,8 +109,8 @@ class Patience:
         for slot, beat in self._beats().items():
             asked = self._asked.get(slot)
             if now - beat.at < FRESH_S or beat != asked:  # a changed heartbeat is alive, even if clocks differ
-                self._seconds = max(self._seconds, leave_s(beat, asked, self._boundary, GRACE_S))
-        return self._seconds or GRACE_S
+                self._seconds = max(self._seconds, leave_s(beat, asked, self._boundary, self._usual))
+        return self._seconds or self._usual
 
     def _beats(self) -> dict[str, Beat]:
         return {slot: beat for slot, beat in _newest_beats(self._store).items() if beat is not None}
@@ -396,6 +399,12 @@ def _other_supervisor(store: Store) -> Claim | None:
 def _may_be_alive(store: Store, claim: Claim, patience: Patience) -> bool:
     """Whether the claim's process runs here, or its heartbeat is not silent."""
     return claimed_process(store.url, claim) is not None or patience.hears(claim)
+
+
+def _has_ended_here(claim: Claim) -> bool:
+    """Whether the claim's process was on this machine, and has ended."""
+    is_here = bool(claim.started) and claim.host == host_name() == machine_name()
+    return is_here and not processes.is_alive(claim.pid, claim.started)
 
 
 def _beat_of_claim(store: Store, claim: Claim) -> Beat | None:

@@ -34,7 +34,7 @@ from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.places import build_executor, former_places, places_of
-from executors.supervision.grace import GRACE_S, finish_s, leave_s
+from executors.supervision.grace import GRACE_S, finish_s, leave_s, usual_s
 from executors.supervision.lease import WATCHING, Lease, Supervised
 from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
@@ -83,6 +83,11 @@ class Outcome:
 
     code: int
     text: str
+
+
+def end_code(error: Exception) -> int:
+    """Return GAVE_UP for an error after which the same command may succeed later; else 1."""
+    return exitcodes.GAVE_UP if isinstance(error, StoreFull | StoreUnclear | Unavailable) else FAILED
 
 
 @dataclass
@@ -179,7 +184,7 @@ class Supervisor:
             self._alerts.close()
         except Exception as error:
             self._trackers.end(done=False)
-            self.emit("crashed", code=exitcodes.CRASHED, text=f"{type(error).__name__}: {error}")
+            self.emit("crashed", code=end_code(error), text=f"{type(error).__name__}: {error}")
             if not isinstance(error, StoreUnclear | Unavailable):  # after these, a hosting platform restarts us
                 self.lease.beat("left")
             raise
@@ -299,7 +304,8 @@ class Supervisor:
     def _grace_s(self, state: SlotState, report: Report) -> float:
         """Return the seconds that a replica may take to end, from a request or from the run's end."""
         beat = report.beats.get(state.slot)
-        usual = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
+        least = RENTED_GRACE_S if state.handle and state.handle.native else GRACE_S
+        usual = usual_s(report.request_s, least)
         if beat is None or self.clock.now() - state.still_since >= self.slots.fresh_s or self._records.lost:
             return usual
         over = report.done and not self._leaving and self._verdict is None
@@ -431,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
     except Supervised as error:
         outcome = Outcome(LOST_LEASE, str(error))
     except (RendezvousError, ExecutorError) as error:
-        outcome = Outcome(FAILED, str(error))
+        outcome = Outcome(end_code(error), str(error))
     print(outcome.text, flush=True)
     return outcome.code
 

@@ -57,6 +57,15 @@ def new_adapter(model: Any, settings: LoraSettings, base_name: str = "", commit:
     return _freeze(adapted, settings)
 
 
+def adapter_size(folder: Path, settings: LoraSettings) -> int:
+    """Count an adapter's trained parameters by its layers in the model of this folder, without the model's weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = new_adapter(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), settings)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def save_adapter(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty model card

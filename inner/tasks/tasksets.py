@@ -50,6 +50,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
     """Return a function (replies, entries) -> one score each, which does not catch errors of a reward or a judge."""
     config = _config_of(spec)  # loads no rows: files that `load` reads may be on another machine
+    _loaders().file_module.cache_clear()  # it is by path, and a trial of the scorer is in another folder than the rows
     task_class = _loaders().taskset_class(spec.name).task_type()
 
     async def score_all(replies: Sequence[str], entries: Sequence[str]) -> list[float]:

@@ -27,14 +27,13 @@ def load_files(config: InnerConfig, files: Files, *, models: bool) -> dict[str, 
     begin_session()
     named = config.rewards.lines.items()
     rewards = [_load_reward(config, kind, spelling, files, models=models) for kind, spelling in named]
-    environment = load_environment(config, files)
+    maker, environment = load_environment(config, files)
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     hint, turn, make = None, None, None
     if (spelling := config.sampling.environment) is not None:
         file = local_file("environment", spelling, files)
         turn = Turns(file, f"{file.name}:{spelling.rpartition(':')[2]} (or a reward beside it)").turn
-        make = partial(_make_in, turn, environment)
-        environment = environment if isinstance(environment, type) else type(make())  # a function may make it
+        make = partial(_make_in, turn, maker)
         told = getattr(load_module("environment", spelling, files), "hint", None)
         hint = _hint_apart(told, file) if callable(told) else told
     check_world(config, rows, environment)
@@ -54,9 +53,9 @@ def _hint_apart(told: Any, file: Path) -> Any:
     return hint
 
 
-def _make_in(turn: Any, environment: Any) -> Any:
+def _make_in(turn: Any, maker: Any) -> Any:
     with turn(True):
-        return environment()
+        return maker()
 
 
 def _load_reward(config: InnerConfig, kind: str, spelling: str, files: Files, *, models: bool) -> Reward:

@@ -45,14 +45,13 @@ def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) 
     if config.loop == "supervised":
         _check_text(config, files)
         return
-    environment = load_environment(config, files)
+    _, environment = load_environment(config, files)
     rows = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     if config.replay.pairs is not None:
         training_pairs(local_file("pairs", config.replay.pairs, files))
-    owner: Any = environment if environment is None or isinstance(environment, type) else type(environment())
     if rows and environment is not None:
-        _check_reset(config, owner, rows[0])
-    check_world(config, rows, owner)
+        _check_reset(config, environment, rows[0])
+    check_world(config, rows, environment)
     for kind, spelling in config.rewards.named.items():
         reward = load_reward(kind, spelling, files)
         if rows and environment is None:  # an environment's state exists only in a rollout
@@ -90,10 +89,10 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
 
 def lost_tools_warning(config: InnerConfig, files: Files) -> str:
     """Return a warning about methods of the environment that look like tools and are none; "" if there are none."""
-    environment: Any = load_environment(config, files)
+    _, environment = load_environment(config, files)
     if environment is None:
         return ""
-    lost = lost_tools(environment if isinstance(environment, type) else type(environment()))
+    lost = lost_tools(environment)
     words = ", ".join(f"{name} (a {kind})" for name, kind in lost.items())
     where = f"warning: environment {config.sampling.environment}: the model does not get {words} as a tool"
     return f"{where}. Write a plain method, which may call it, or begin its name with _" if lost else ""

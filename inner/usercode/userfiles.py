@@ -203,11 +203,13 @@ def checked_rewards(values: Any, expected: int, spelling: str) -> list[float | N
 # -------------------------------------------------------------------- the environment
 
 
-def load_environment(config: InnerConfig, files: Files) -> type | None:
-    """Return the user's environment class, checked; None if the config has none."""
+def load_environment(config: InnerConfig, files: Files) -> tuple[Callable[[], Any] | None, Any]:
+    """Return (the user's class or function that makes an environment, the environment's class), checked.
+
+    (None, None) if the config names none.  The checks make one environment: its constructor may open a server."""
     spelling = config.sampling.environment
     if spelling is None:
-        return None
+        return None, None
     found = load_object("environment", spelling, files)
     path = local_file("environment", spelling, files)
     try:
@@ -218,7 +220,7 @@ def load_environment(config: InnerConfig, files: Files) -> type | None:
     _check_members(config, type(instance))
     for tool in tool_names(type(instance)):
         _check_schema(spelling, getattr(instance, tool), path)
-    return found
+    return found, type(instance)
 
 
 def tool_names(environment: type) -> list[str]:

@@ -37,6 +37,7 @@ from rendezvous.store import Readable, Store, put_once
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
 MOST_AT_ONCE = 64  # numbered records in one round of requests
+REQUESTS = 8  # requests that a process makes, one after the other, between two heartbeats
 NOTE = 1000  # at most so many characters of a heartbeat's note
 JITTER = 0.8  # look again after this part of a period, not after all of it: a sleep may end a little early
 
@@ -359,7 +360,7 @@ class Membership:
     heartbeat_lost: BaseException | None = None  # why the caller of `tick` has stopped; the caller sets it
 
     def __post_init__(self) -> None:
-        self._beats = 0
+        self._beats, self._late = 0, 0.0
         self._beating = threading.RLock()  # reentrant: simulated threads share one real thread
         self._ticked = 0.0, self.clock.now()  # the last tick's time, by `awake_s` and by the clock
         self._done_at: dict[str, float] = {}  # name of a look -> when it last succeeded
@@ -455,7 +456,9 @@ class Membership:
                 slot=self.slot, generation=self.generation, n=self._beats, at=self.clock.wall(), host=self.host,
                 pid=self.pid, **vars(replace(self.status, note=note)),
             )  # fmt: skip
+            began = self.clock.now()
             self.store.put(layout.beat_key(self.slot), beat.encode())
+            self._late = REQUESTS * (self.clock.now() - began)
 
     def write_leave_beat(self) -> None:
         """Write a last beat, with phase "left".  Ignore an error of the store."""
@@ -518,7 +521,8 @@ class Membership:
         if beat is None and old is not None:
             beat = old.beat  # the beat is gone or overwritten by another object: count it as unchanged
         if beat is not None:
-            self.peers[slot] = updated_peer(old, beat, when, self.timing.beat, self._untrusted.get(slot, 0))
+            peer = updated_peer(old, beat, when, self.timing.beat, self._untrusted.get(slot, 0))
+            self.peers[slot] = replace(peer, late=self._late)
 
     def by_now(self, slot: str) -> Peer | None:
         """Return the last observation of a slot's beat, aged to now as if the beat had not changed."""

@@ -82,9 +82,10 @@ class Timing:
 class Peer:
     """One observer's view of a slot's heartbeat.
 
-    silent: seconds since the beat's counter last changed, without the observer's own pauses.
-    still: the same for (step, inner).   untrusted_generation: a generation that offered although its beat had stopped;
-    its beats are never trusted again.   read: (seconds awake, wall clock) of the observer when it read the beat.
+    silent: seconds since the beat's counter last changed, without the observer's own pauses.   still: the same for
+    (step, inner).   late: seconds by which a slow store may delay a beat and its read.   untrusted_generation: a
+    generation that offered although its beat had stopped; its beats are never trusted again.
+    read: (seconds awake, wall clock) of the observer when it read the beat.
     """
 
     beat: Beat
@@ -93,11 +94,15 @@ class Peer:
     still: float = 0.0
     untrusted_generation: int = 0
     read: tuple[float, float] = (0.0, 0.0)
+    late: float = 0.0
 
     def is_dead(self, dead_after: float) -> bool:
         if self.beat.phase == "left":
             return True
-        return self.untrusted_generation != self.beat.generation and self.changes > 0 and self.silent >= dead_after
+        return self.untrusted_generation != self.beat.generation and self.changes > 0 and self.is_silent(dead_after)
+
+    def is_silent(self, seconds: float) -> bool:
+        return self.silent - self.late >= seconds
 
     def is_beating(self, dead_after: float) -> bool:
         return self.changes > 0 and not self.is_dead(dead_after)
@@ -288,7 +293,7 @@ def slots_to_expect(
     """
     seen = {slot: peers[slot] for slot in wanted if slot in peers}
     if t == 0:
-        silent = {s for s, p in seen.items() if p.is_dead(dead_after) or (not p.changes and p.silent >= dead_after)}
+        silent = {s for s, p in seen.items() if p.is_dead(dead_after) or (not p.changes and p.is_silent(dead_after))}
         return set(wanted) - silent
     newest = {o.slot: o for c in sorted(recent, key=lambda c: c.t) for o in sorted(c.offers, key=lambda o: o.step)}
     listed = {slot for slot, o in newest.items() if not o.leaving and not is_restarting(peers.get(slot), o.generation)}
@@ -378,7 +383,7 @@ def _resolved_in(t: int, peer: Peer | None, wait: WaitState, rules: Rules, timin
     due = None if peer is None else expected_arrival(peer, t, rules, limit)
     arrives = limit - wait.waited if due is None or due > 1.5 * wait.took else due + wait.upload + 2 * timing.poll
     dies = (
-        timing.dead_after - peer.silent
+        timing.dead_after + peer.late - peer.silent
         if peer and peer.changes and peer.untrusted_generation != peer.beat.generation
         else math.inf
     )

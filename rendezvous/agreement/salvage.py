@@ -1,25 +1,17 @@
-"""Functions to read and to end a run whose control records were lost.
+"""Reads a run whose control records were lost: control/000000 is gone, or is no record.
 
-    control/000000 gone, or no record ─┬─▶ no replica joins, no other record is written   (membership.py: RecordsLost)
-                                       ├─▶ `read_standing_control`  desired state by the records left; all claimed slots
-                                       └─▶ `write_stop`            a stop, under a number that living replicas will read
-
-A stop needs neither the lost quorum nor the lost budget, and the person who pays for a fleet must always be able to end
-it.  Running replicas have read the first records at their start; now they only look for the next number.
+No replica joins such a run, and no other record is written (membership.py: RecordsLost), but for a stop (stop.py).
 
 Not promised: that `read_standing_control` knows all rented machines; a record that named their places may be lost.
-Not promised either: that replicas read the stop if the newest record has vanished: they look for the next number.
 """
 
 from contextlib import suppress
 from dataclasses import replace
 
 from rendezvous import layout
-from rendezvous.agreement.membership import Wanted, controls_above, read_control, refuse_lost, write_control
-from rendezvous.clock import Clock
+from rendezvous.agreement.membership import Wanted, controls_above, read_control, refuse_lost
 from rendezvous.errors import Forged, RecordsLost
-from rendezvous.records.records import Control, new_nonce
-from rendezvous.store import Readable, Store, put_once
+from rendezvous.store import Readable
 
 
 def read_standing_control(store: Readable) -> tuple[Wanted, str]:
@@ -31,11 +23,12 @@ def read_standing_control(store: Readable) -> tuple[Wanted, str]:
         wanted = read_control(store)
         refuse_lost(store, wanted)
     except (RecordsLost, Forged) as lost:
-        return _what_stands(store), str(lost)
+        return standing_state(store), str(lost)
     return wanted, ""
 
 
-def _what_stands(store: Readable) -> Wanted:
+def standing_state(store: Readable) -> Wanted:
+    """Return the desired state by the records that are left, with all claimed slots."""
     wanted = Wanted()
     with suppress(RecordsLost, Forged):
         wanted = read_control(store)  # up to the first missing record
@@ -49,17 +42,3 @@ def _what_stands(store: Readable) -> Wanted:
         most_actors=max(most["a"], wanted.most_actors),
         records=max(1, wanted.records),
     )
-
-
-def write_stop(store: Store, clock: Clock) -> str:
-    """Ask every replica to leave, even if records were lost.   Return a text that describes the loss, "" for none."""
-    try:
-        write_control(store, clock, stop=True)
-    except (RecordsLost, Forged) as lost:
-        won, n = False, _what_stands(store).records  # never 0: that number is for the run's first record
-        while not won:
-            record = Control(n, new_nonce(), clock.wall(), stop=True)
-            won, _ = put_once(store, clock, layout.control_key(n), record.encode())
-            n += 1
-        return str(lost)
-    return ""

@@ -125,6 +125,7 @@ class CloudStore:
         self.url = self.address.url
         self._silence_s = silence_s
         self._uplink = Uplink(request_s)
+        self.request_s = 0.0  # seconds of the newest `get`
         self._bulk_deletes = self.address.scheme != "gs"  # Google has no such request
         self._current_clients()  # raises an error for a wrong endpoint or option
 
@@ -169,7 +170,10 @@ class CloudStore:
 
     def get(self, key: str) -> bytes | None:
         plain_key(key)
-        return self._ask_bucket("read", key, lambda at: _read_object(at.for_reading, key), missing=True)
+        began = time.monotonic()
+        body = self._ask_bucket("read", key, lambda at: _read_object(at.for_reading, key), missing=True)
+        self.request_s = time.monotonic() - began
+        return body
 
     def get_into(self, key: str, out: memoryview, start: int = 0) -> bool:
         plain_key(key)

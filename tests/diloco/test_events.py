@@ -12,6 +12,7 @@ import pytest
 from diloco.audit.explain import _is_end
 from diloco.audit.step_facts import NOTED
 from diloco.events import DATA, KINDS, LAUNCH_BEGINS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
+from diloco.process import exitcodes
 from diloco.process.journal import Journal
 from diloco.replica.replica import _end_session
 from diloco.runlog.reader import read_report
@@ -112,6 +113,13 @@ def test_each_error_of_the_rendezvous_ends_its_session_by_a_kind_of_session_ends
     (kind,) = told
     assert kind in SESSION_ENDS
     assert kind == "outdated" or error is not Collected
+
+
+def test_an_actor_that_may_not_write_gives_up_and_is_no_crash() -> None:
+    """Before: exit code 1, three times; `status` had no reason."""
+    session, error = MagicMock(), errors.StoreReadOnly("cannot create s3://b/run/rollouts/r00: 403 AccessDenied")
+    assert _end_session(session, error) == exitcodes.GAVE_UP
+    assert session.emit.call_args.args == ("gave_up",)
 
 
 @pytest.mark.parametrize("kind", ["outdated", "collected"])  # logs before 2026-11-28 have "collected" with a text

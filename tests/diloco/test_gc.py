@@ -20,7 +20,8 @@ from executors.cli.main import main
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
-from rendezvous.errors import StoreFull
+from rendezvous.errors import ChainBroken, StoreFull
+from rendezvous.records.records import Leave
 from rendezvous.records.rollouts import Rollouts, seal_bundle
 from rendezvous.stores.open import open_store
 from tests.support.puppets import PuppetRun
@@ -55,6 +56,19 @@ def test_a_dry_run_deletes_nothing_and_says_what_would_go(tmp_path: Path, capsys
     assert sum(told["freed"].values()) == sum((run.folder / key).stat().st_size for key in told["keys"])
     assert told["lines"][-1] == "nothing was deleted" and "afterwards it reaches back to step" in told["lines"][1]
     assert {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_false_record_of_a_later_step_is_named_and_may_be_deleted(tmp_path: Path) -> None:
+    """A forged leave record blocked gc, and the error asked for a backup alone."""
+    found = ended(played(tmp_path))
+    forged = Leave(slot="r07", generation=1, step=10**6, base="", reason="", nonce="n", at=0.0)
+    found.store.put(layout.leave_key("r07", 1), forged.encode())
+    with pytest.raises(
+        ChainBroken, match=r"leave/r07-1\.json shows step 1000000 .* delete it if no replica of this run"
+    ):
+        plan_gc(found, "window", CLOCK)
+    found.store.delete([layout.leave_key("r07", 1)])
+    assert plan_gc(found, "window", CLOCK).keys
 
 
 def test_what_is_left_is_as_it_was_and_readers_know_what_is_not(tmp_path: Path) -> None:

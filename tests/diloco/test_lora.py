@@ -19,6 +19,8 @@ from transformers import (
     AutoTokenizer,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
     PhimoeConfig,
     PhimoeForCausalLM,
     set_seed,
@@ -308,12 +310,17 @@ def test_targets_that_match_nothing_are_refused_before_a_replica_starts(tmp_path
     assert run.store.get(layout.MODEL_MANIFEST) is None
 
 
+def mixture(cls: Any, config_: Any) -> Any:
+    """A tiny mixture of experts."""
+    sizes = {"num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 16, "vocab_size": 32}
+    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return cls(config_(**sizes, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+
+
 @pytest.mark.parametrize(("cls", "config"), [(PhimoeForCausalLM, PhimoeConfig), (Llama4ForCausalLM, Llama4TextConfig)])
 def test_a_router_that_is_a_linear_layer_has_no_adapter(cls: Any, config: Any, tmp_path: Path) -> None:
     """Before: the first forward pass failed, in a replica: 'tuple' object has no attribute 'dtype'."""
-    sizes = {"num_local_experts": 4, "intermediate_size": 16, "intermediate_size_mlp": 16, "vocab_size": 32}
-    more = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    base = cls(config(**sizes, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    base = mixture(cls, config)
     model = new_adapter(copy.deepcopy(base), LoraSettings(r=2))
     adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
     assert {"q_proj", "o_proj"} <= adapted and "router" not in adapted
@@ -375,6 +382,19 @@ def test_what_travels_is_reckoned_before_the_run_from_the_shapes_in_the_files(tm
     found = footprint(fleet, whole, 3, 6, trained)
     assert found.parameters == whole and found.each_step == step_bytes(trained, 3, "fp32")
     assert found.device == 4 * whole + 16 * trained and found.each_snapshot == 8 * trained
+
+
+@pytest.mark.parametrize(
+    ("cls", "config_"),
+    [(PhimoeForCausalLM, PhimoeConfig), (Llama4ForCausalLM, Llama4TextConfig), (MixtralForCausalLM, MixtralConfig)],
+)
+def test_what_travels_of_a_mixture_is_what_the_loaded_model_has(cls: Any, config_: Any, tmp_path: Path) -> None:
+    """Before, by the names in the files: routers counted, and Phi-MoE's adapter was five times too large."""
+    base = mixture(cls, config_)
+    base.save_pretrained(tmp_path / "model")
+    model = new_adapter(base, LoraSettings(r=2))
+    fleet = config(tmp_path, inner={"model": str(tmp_path / "model"), "lora": {"r": 2}})
+    assert trained_parameters_of(fleet) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def test_of_a_gguf_file_every_layer_counts(tmp_path: Path) -> None:

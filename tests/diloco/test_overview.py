@@ -95,6 +95,18 @@ def test_a_beat_that_was_old_when_it_was_read_is_silent_and_one_that_was_not_rea
     assert rows["r01-2"].phase == "starting", "the beat is of the session before"
 
 
+def test_on_a_slow_store_a_live_replica_and_supervisor_are_not_silent() -> None:
+    """With 4 s per request, `status` called replicas silent whose heartbeats were 24 s old."""
+    run, now = long_run(3, 2), T0 + 1000.0
+    run.store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 3, 1, 1.0, now - 24).encode())
+    beat = Beat(SUPERVISOR, 1, 9, "watching", 0, 0, 0.0, now - 70)
+    for request_s, phase, words in ((0.05, "silent", "! its supervisor"), (4.0, "train", "supervised by")):
+        vars(run.store)["request_s"] = request_s
+        report = read_report(run.store)
+        assert overview(report, now).rows[0].phase == phase
+        assert describe_supervisor(beat, FixedClock(now), report)[0].startswith(words)
+
+
 def test_curves_are_by_outer_step_and_of_what_was_measured() -> None:
     run = long_run(40, 2)
     series = {s.name: s for s in overview(read_report(run.store), T0).series}

@@ -303,3 +303,10 @@ def test_a_commit_that_lists_what_it_may_not_is_a_difference(
     before = replace(first, t=step - 1, fence={"r00": 2})
     told = why_ineligible(rules, before, t, replace(first.offers[0], step=step, slot="r00", generation=generation))
     assert flaw in told and bool(told) == bool(flaw)
+
+
+def test_audits_import_transformers_only_for_a_start_model_that_they_read() -> None:
+    """`verify` and `explain` of small runs took twice as long."""
+    code = "import sys, diloco.audit.verify, diloco.audit.explain, diloco.audit.step_facts"
+    done = subprocess.run([sys.executable, "-c", f"{code}; print('transformers' in sys.modules)"], capture_output=True)
+    assert done.stdout == b"False\n", done.stderr.decode()

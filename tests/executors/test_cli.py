@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from diloco.run.record import Run
 from diloco.runlog.reader import read_report
 from diloco.views.overview import overview
 from executors.cli import main as cli
+from executors.cli.__main__ import main as entry
 from executors.cli.starting import demo
 from executors.preflight import run_url
 from executors.supervision.lease import Lease
@@ -359,7 +362,7 @@ def test_a_slot_that_was_never_claimed_does_not_start_for_ever(capsys, run):
     _, out, _ = say(capsys, "status", run.url)
     assert "starting" not in out and "r02       never started" in out and "r03       never started" in out
     code, _, err = say(capsys, "watch", run.url)
-    assert code == 0 and "starting" not in err
+    assert code == 0 and "starting" not in err and f"opening {run.url}" in err, "a slow bucket shows nothing for long"
     seen = overview(read_report(run.store), time.time())
     assert {row.slot for row in seen.rows} == {"r00", "r01"}
 
@@ -433,3 +436,17 @@ def test_a_finished_demo_is_left_alone(monkeypatch, tmp_path):
     open_run(load_config("runs/demo/demo.toml"), "runs/demo", SystemClock(), steps=6)
     killed_and_replaced(first.store)
     assert demo._open_demo_run(None).url.endswith("runs/demo-2")
+
+
+def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(monkeypatch):
+    """Before: a traceback in the first .2 s."""
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "executors.cli.main":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "executors.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert entry() == 130
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"diloco": f"{entry.__module__}:{entry.__name__}"}

@@ -94,6 +94,9 @@ def test_a_lifes_own_last_words_are_better_than_a_line_of_its_log() -> None:
 def test_words_are_short_telling_and_said_once() -> None:
     assert most_telling_line(TAIL) == OOM and most_telling_line(["all", "well"]) == "" == most_telling_line("no list")
     assert most_telling_line(["2026-11-22T10:00:01.5 ValueError: x"]) == "ValueError: x"
+    last = "a00: cannot create s3://b/run/rollouts/r00/1.bundle: 403 AccessDenied"
+    retried = "a00: log not written: cannot write s3://b/run/log/a00-1: 503 SlowDown; trying again"
+    assert most_telling_line([last, retried]) == last, "an actor that may not write cannot log its own words"
     assert observed_words({"exit_code": -9}) == "exit code -9" and observed_words({}) == ""
     assert own_words({"reason": "asked to leave"}) == "" and own_words({"text": "a\nb"}) == "a b"
     assert len(own_words({"error": "x" * 5000})) == LONGEST

@@ -14,6 +14,7 @@ from executors.supervision import lease, shutdown, supervisor
 from executors.supervision.grace import EVALUATION_S, FINISH_S, GRACE_S, finish_s, leave_s, lost_work
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.plan import Cancel, Desired, Drain, Observation, plan
+from executors.supervision.slots.slot_state import SlotState
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -65,6 +66,18 @@ def beat_of(phase: str = "train", step: int = 4, inner: int = 2, rate: float = 6
 )
 def test_the_grace_follows_the_pace_of_the_inner_steps(beat, asked, boundary, seconds):
     assert leave_s(beat, asked, boundary, 20.0) == seconds
+
+
+def test_on_a_slow_store_a_supervisor_gives_more_time(tmp_path, executor):  # noqa: F811
+    """With 4 s per request, a replica that waited needed 50 to 75 s to hear the request and to leave, and had 20 s."""
+    run = found(tmp_path, replicas=1, steps=50)
+    vars(run.store)["request_s"] = 4.0
+    looks = supervisor_of_toys(run, executor, "replica", lambda *_: None)
+    report = replace(read_report(run.store), beats={"r00": beat_of("wait")})
+    assert looks._grace_s(SlotState("r00", still_since=looks.clock.now()), report) > 75.0
+    looks.slots.look(report, {})
+    (seen,) = looks.slots.observed(report)
+    assert seen.leave_s > 75.0
 
 
 def test_the_last_evaluation_is_not_cut_short():

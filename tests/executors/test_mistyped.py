@@ -46,6 +46,13 @@ def test_one_line_with_the_nearest_word(capsys, argv, said):
     assert refusal(capsys, *argv) == said
 
 
+@pytest.mark.parametrize("typed", ["status -mine", "logs -mine r00", "train c --run -mine", "gc --keep 3 -mine"])
+def test_a_name_with_a_leading_dash_is_told_how_to_be_written(capsys, monkeypatch, typed):
+    """Before: "RUN must be given" and "expected one argument", though it was typed."""
+    monkeypatch.setattr(sys, "argv", ["diloco", *typed.split()])
+    assert "; write a name that begins with a dash as ./-mine" in refusal(capsys, *typed.split())
+
+
 def test_an_option_before_the_verb(capsys):
     """Before: only that there is no VERB 'runs/x', and all thirty."""
     said = refusal(capsys, "--run", "runs/x", "train", "c")

@@ -17,7 +17,7 @@ from executors.supervision.slots.launches import Launches
 from executors.supervision.slots.slot_state import past
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, launch_of, newest_claim, read_beat, read_control, write_control
-from rendezvous.errors import Fenced, StoreUnclear
+from rendezvous.errors import Fenced, StoreFull, StoreUnclear
 from tests.rendezvous.test_keeping import fill
 from tests.support.cloud import CloudExecutor
 from tests.support.world import Beating, World
@@ -200,9 +200,12 @@ def test_a_supervisor_waits_for_its_store_as_long_as_replicas_wait_for_progress(
         world.pass_time(80)
 
 
-@pytest.mark.parametrize(("error", "phase"), [(StoreUnclear("503"), "starting"), (RuntimeError("a defect"), "left")])
+@pytest.mark.parametrize(
+    ("error", "phase", "code"),
+    [(StoreUnclear("503"), "starting", 75), (StoreFull("no space"), "left", 75), (RuntimeError("a defect"), "left", 1)],
+)
 def test_only_an_end_that_another_start_may_mend_leaves_the_supervisor_to_its_platform(
-    world, monkeypatch, error, phase
+    world, monkeypatch, error, phase, code
 ):
     """A job of the Hub is started again if its supervisor did not say "left" (hosted.py)."""
     monkeypatch.setattr(world.supervisor, "tick", fails(error))
@@ -211,7 +214,7 @@ def test_only_an_end_that_another_start_may_mend_leaves_the_supervisor_to_its_pl
     with pytest.raises(type(error)):
         world.supervisor.supervise()
     beat = read_beat(world.run.store, SUPERVISOR)
-    assert beat is not None and beat.phase == phase and len(world.told("crashed")) == 1
+    assert beat is not None and beat.phase == phase and [e["code"] for e in world.told("crashed")] == [code]
 
 
 def fails(error):

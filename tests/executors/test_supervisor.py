@@ -26,11 +26,11 @@ from executors.supervision.slots.plan import Limits
 from executors.supervision.slots.slot_state import LOST_LEASE
 from executors.supervision.supervisor import Supervisor, main
 from rendezvous import layout
-from rendezvous.agreement.membership import claim, read_control, write_control
+from rendezvous.agreement.membership import claim, claims_above, read_control, write_control
 from rendezvous.agreement.rules import Rules, Timing
 from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
-from rendezvous.errors import Fenced, Leaving
+from rendezvous.errors import Fenced, Leaving, StoreFull
 from rendezvous.records.records import Beat
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -370,6 +370,16 @@ def test_a_supervisor_of_its_own_brings_a_run_to_its_end(tmp_path, capsys):
     assert "all 3 outer steps are committed" in capsys.readouterr().out
 
 
+def test_a_detached_supervisor_that_gives_up_ends_with_the_documented_code(monkeypatch, capsys):
+    """Before: 1, where `diloco train` in the foreground had 75."""
+
+    def full(*_: object) -> None:
+        raise StoreFull("cannot write log/supervisor-1: no space left")
+
+    monkeypatch.setattr("executors.supervision.supervisor._supervise_run", full)
+    assert main(["runs/full"]) == exitcodes.GAVE_UP and "no space left" in capsys.readouterr().out
+
+
 def test_a_second_supervisor_goes_and_says_why(tmp_path, executor, capsys):
     run = found(tmp_path)
     first = supervisor_for(run, executor)
@@ -447,6 +457,24 @@ def test_a_supervisor_on_a_slow_store_keeps_its_run():
     with pytest.raises(Supervised, match="process 77 on elsewhere"):
         Lease.take(store, clock)
     assert Patience(store, clock, 0.0).silent_s > 32.0, "`diloco stop` waits for a replica's next heartbeat, too"
+    assert Patience(store, clock, None).seconds() > 73.0, "so long took a replica that lost nothing"
+
+
+def test_stop_does_not_wait_for_the_heartbeat_of_a_dead_process_of_this_machine():
+    """Before: 12 s in a run with a bucket, though its replicas were known to be dead."""
+
+    class FarStore(MemoryStore):
+        near = False
+
+    store, clock = FarStore(), SlowClock()
+    child = worker(store.url)
+    claim(store, SystemClock(), "r00", **identity(child.pid))
+    store.put(layout.beat_key("r00"), Beat("r00", 1, 9, "train", 3, 1, 1.0, time.time()).encode())
+    patience = Patience(store, clock, 0.0)
+    (of_r00,) = claims_above(store, "r00")
+    assert patience.hears(of_r00)
+    child.communicate(b"\n")
+    assert not patience.hears(of_r00)
 
 
 def test_the_claims_of_all_slots_are_read_at_the_same_time():

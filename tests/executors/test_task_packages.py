@@ -60,6 +60,15 @@ def test_a_taskset_that_is_a_folder_here_is_refused_elsewhere() -> None:
     assert not list(place_faults(config(SPELLING), "memory://x/run", [Place("local")]))
 
 
+def test_a_reward_in_a_file_here_is_refused_elsewhere() -> None:
+    asked = config()
+    asked.inner.data.task_options["task"] = {"rewards": {"length": {"fn": "/home/me/graders.py:length"}}}
+    (fault,) = place_faults(asked, "memory://x/run", [Place("hf-jobs")])
+    assert fault.startswith("inner.data.task_options: /home/me/graders.py is a file of this machine")
+    for place in (Place("local"), Place("modal", options={"image": "docker.io/me/image:1"})):
+        assert not list(place_faults(asked, "memory://x/run", [place]))
+
+
 def test_verifiers_and_the_versions_with_vllm_exclude_each_other() -> None:
     place = Place("modal", gpu=("H100",), options={"pip": ["spelling-tasks"]})
     (fault,) = place_faults(config(SPELLING, vllm={}), "memory://x/run", [place])

@@ -22,7 +22,7 @@ from inner.rollouts.at_once.tools import ToolsAtOnce
 from inner.settings.inner import InnerConfig, InnerError, Seeds
 from inner.train.build import build_inner
 from inner.train.task import load_task
-from inner.usercode.check import check_data, check_inner
+from inner.usercode.check import check_data, check_inner, lost_tools_warning
 from tests.inner.test_tools_at_once import LIMIT_S, PATIENCE_S, asks
 from tests.inner.test_toolworld import WORLD, small_folder
 
@@ -177,6 +177,22 @@ def test_own_rows_that_toolworlds_parts_cannot_read_are_refused(
     task = None if refused else load_task(config, files)
     assert task is None or len(task.rewards) == ("get_reward" not in text)
     assert task is None or isinstance(task.environment, type), "its class says whether it is _in_order"
+
+
+@pytest.mark.parametrize("named", ["World", "make"])
+def test_the_checks_of_a_load_make_one_environment(named: str, tmp_path: Path) -> None:
+    """A function was called once more, for its class, and a constructor may open a server or take a licence."""
+    made = tmp_path / "made"
+    text = f"    def __init__(self):\n        open({str(made)!r}, 'a').write('x')\n    def reset"
+    (tmp_path / "world.py").write_text(FACTORY.replace("    def reset", text, 1))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(OWN_ROWS))
+    sampling = {"environment": f"world.py:{named}"}
+    config = InnerConfig(model="toolworld", data={"prompts": "rows.jsonl"}, sampling=sampling, batch_size=8)
+    files = {"environment": tmp_path / "world.py", "prompts": tmp_path / "rows.jsonl"}
+    for check in (load_task, check_inner, lost_tools_warning):
+        made.write_text("")
+        check(config, files)
+        assert made.read_text() == "x", check
 
 
 @pytest.mark.parametrize("number", [16, 3])
@@ -481,6 +497,21 @@ def test_a_proxy_that_has_every_attribute_is_not_in_order() -> None:
             return lambda *args: None
 
     assert in_order([Proxy(), One(0)]) == set()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_property_or_a_slot_says_by_its_value_whether_it_is_in_order(value: bool) -> None:
+    """Before: True, whatever it held."""
+
+    class Slotted:
+        __slots__ = ("_in_order",)
+
+    class Computed:
+        _in_order = property(lambda self: value)
+
+    slotted = Slotted()
+    slotted._in_order = value
+    assert in_order([slotted, Computed(), Slotted()]) == ({0, 1} if value else set())
 
 
 class Tidy:

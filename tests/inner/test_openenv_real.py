@@ -229,7 +229,7 @@ def test_the_typed_example(guessing: str, monkeypatch: pytest.MonkeyPatch) -> No
     config = InnerConfig(
         model="x", data={"prompts": "rows.jsonl"}, sampling={"environment": "typed_environment.py:Guessing"}
     )
-    made: Any = load_environment(config, {"environment": EXAMPLE / "typed_environment.py"})
+    made: Any = load_environment(config, {"environment": EXAMPLE / "typed_environment.py"})[0]
     environment: Any = made()
     environment.reset(secret=5)
     assert environment.guess(value=3) == "higher"

@@ -302,8 +302,11 @@ def test_options_may_name_files_beside_the_config_only_for_the_rows(
     assert rows[0]["prompt"][0] == {"role": "system", "content": "Be brief."}
     assert scores(rows, ["?"] * 3) == [0.0] * 3, "in another folder, as on a replica"
     judged = TaskSpec(SPELLING, 3, 0, {"task": {"judges": [{"id": "reference", "prompt": "brief.txt"}]}})
-    with pytest.raises(InnerError, match=r"No such file .*'brief\.txt' \(replicas do not run in this folder: give"):
-        make_rows("inner.data.task", judged, chat=True, folder=tasksets)
+    (tasksets / "graders.py").write_text("async def length(task, trace):\n    return 1.0")
+    plugged = TaskSpec(SPELLING, 3, 0, {"task": {"rewards": {"length": {"fn": "graders.py:length"}}}})
+    for asked, name in ((judged, "brief\\.txt"), (plugged, ".*graders\\.py")):  # the rows had loaded graders.py before
+        with pytest.raises(InnerError, match=rf"No such file .*'{name}' \(replicas do not run in this folder: give"):
+            make_rows("inner.data.task", asked, chat=True, folder=tasksets)
 
 
 @verifiers

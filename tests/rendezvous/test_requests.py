@@ -262,6 +262,22 @@ def test_a_look_that_takes_long_makes_nobody_look_dead(
     assert members.peers["r01"].silent == 0.0 and members.awake_s == 35.0
 
 
+def test_a_replica_on_a_slow_store_is_not_dead(life: tuple[CountingStore, ManualClock, Membership]) -> None:
+    """At 4 s per request, its heartbeat was 24 s old at times: as after its death."""
+    store, clock, members = life
+    get, put, now = store.get, store.put, clock.sleep
+    store.get = lambda key: now(4.0) or get(key)  # type: ignore[method-assign]
+    store.put = lambda key, body: now(4.0) or put(key, body)  # type: ignore[method-assign]
+    died, dead = 400.0, []
+    while clock.now() < 700.0:
+        n = int(min(clock.now(), died) / 28.0)
+        put(layout.beat_key("r01"), a_beat("r01", n, clock.wall() - clock.now() + 28.0 * n).encode())
+        ticks(store, clock, members, 1)
+        members.read_beats(["r01"], apart=0.0)
+        dead += [clock.now()] if members.peers["r01"].is_dead(FAR.dead_after) else []
+    assert died + 20.0 < dead[0] < died + 120.0, "it is dead when it is, and not before"
+
+
 def test_an_answer_that_comes_after_that_of_a_later_look_is_dropped(
     life: tuple[CountingStore, ManualClock, Membership],
 ) -> None:

@@ -215,7 +215,7 @@ def test_deltas_that_rot_in_an_open_step_are_put_back_by_their_writers(rules_: R
 def test_a_session_that_hangs_in_a_request_puts_nothing_back() -> None:
     """A heartbeat that hangs is no excuse."""
     world, excused = (
-        World(Schedule(0, replicas=2, min_replicas=1, slow=0.02, calm=240.0, end=240.0)),
+        World(Schedule(1, replicas=2, min_replicas=1, slow=0.02, calm=240.0, end=240.0)),
         set[tuple[bool, bool]](),
     )
     hang = SimStore._hang

@@ -220,6 +220,13 @@ def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
     answered.set()
 
 
+def test_a_store_knows_how_long_a_request_takes(s3: S3Server) -> None:
+    store = at()
+    s3.latency_s = 0.2
+    store.get("k")
+    assert store.request_s >= 0.2
+
+
 def test_an_unreachable_server_is_unclear() -> None:
     with pytest.raises(StoreUnclear, match=r"cannot create s3://b/run/k: no connection"):
         at("s3://b/run?endpoint=http://127.0.0.1:9").create("k", b"")

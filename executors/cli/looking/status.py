@@ -45,7 +45,7 @@ from executors.supervision.lease import still_holding
 from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import all_troubles, is_listening, message_lines
 from inner.printable import printable
-from rendezvous.agreement.membership import Wanted, launch_of
+from rendezvous.agreement.membership import REQUESTS, Wanted, launch_of
 from rendezvous.clock import Clock
 from rendezvous.layout import is_actor
 from rendezvous.records.records import Beat
@@ -267,7 +267,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     about = {"pid": holder.pid, "host": holder.host, "unheard_s": unheard}
     who = f"pid {holder.pid} on {host_words(holder.host)}"
     line = f"supervised by {who}"
-    if unheard >= UNHEARD_S:
+    if unheard >= UNHEARD_S + REQUESTS * report.request_s:
         line = (
             f"! its supervisor ({who}) was last heard {duration(unheard)} ago, so lost replicas may not be replaced; "
             f"`diloco resume {shlex.quote(report.url)} --detach` starts another if it is dead"
@@ -278,7 +278,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
 def _done_words(report: Report, clock: Clock) -> str:
     """Return "done", or the replicas that still work after the last outer step, with their notes."""
     beats = [b for b in report.beats.values() if b.phase != "left"]
-    there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report.url)]
+    there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report)]
     works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
     return f"all {report.head} outer steps are committed, but not all is done: {works}" if works else "done"
 

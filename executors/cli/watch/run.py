@@ -33,7 +33,7 @@ def watch(url: str, clock: Clock, *, as_json: bool, out: TextIO) -> int:
     is_terminal = out.isatty() and sys.stdin.isatty() and not as_json and os.environ.get("TERM") != "dumb"
     if is_terminal:
         check_textual()
-        print(f"opening {url}", file=sys.stderr, flush=True)
+    print(f"opening {url}", file=sys.stderr, flush=True)
     looks = RunLooks(ask_again(lambda: open_view(url, COSTS), clock), clock)
     if not is_terminal:
         return write_lines(looks, out, json.dumps if as_json else key_values)

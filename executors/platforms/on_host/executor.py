@@ -29,16 +29,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco.process import processes
-from diloco.process.own_files import (
-    APPENDED,
-    appended,
-    make_plain,
-    make_state_folder,
-    open_own,
-    read_json,
-    state_folder,
-)
+from diloco.process import own_files, processes
+from diloco.process.own_files import appended, make_plain, make_state_folder, read_json, state_folder
 from executors.platforms import entrypoint as child
 from executors.platforms.base import Handle, ReplicaSpec, State, Status, short_name, unanswered
 from executors.platforms.executor import Executor
@@ -139,7 +131,7 @@ class LocalProcessExecutor(Executor):
         for i, request in enumerate([self._make_request(s) for s in specs]):  # an unknown GPU raises before any start
             try:
                 room_for(make_folder(Path(request["files"]).parent))
-                os.close(open_own(request["files"] + ".log", APPENDED))
+                os.close(own_files.open_own(request["files"] + ".log", own_files.APPENDED))
             except OSError as error:
                 found[i] = error
                 continue

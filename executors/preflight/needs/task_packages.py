@@ -14,6 +14,8 @@ Not promised: a view of the packages in the user's own image; that an image buil
 """
 
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -75,6 +77,12 @@ def task_fault(config: RunConfig, place: Place) -> str:
                 f"{place.executor}. Publish it and name it with `--pip`, or take an image that has it "
                 "(`--option image=NAME`)"
             )
+    plugged = re.findall(r'"([^"]+\.py):\w+"', json.dumps(config.inner.data.task_options, default=str))
+    if plugged and not any(key in place.options for key in ("image", "code")):
+        return (
+            f"inner.data.task_options: {plugged[0]} is a file of this machine, and will not be on {place.executor}. "
+            "Move the function into the taskset's package, or take an image that has the file (`--option image=NAME`)"
+        )
     return ""
 
 

@@ -19,7 +19,7 @@ from diloco.process import exitcodes
 from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
-from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work
+from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work, usual_s
 from executors.supervision.outage import Outages, launch_name
 from executors.supervision.slots.plan import Limits, Observation, SessionEnd, count_end
 from executors.supervision.slots.slot_state import (
@@ -259,7 +259,8 @@ class Slots:
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
         beats = [(t, report.beats.get(t.slot)) for t in self.by_slot.values()]
-        may_take = [leave_s(beat, t.asked, self.boundary, GRACE_S) for t, beat in beats]
+        usual = usual_s(report.request_s, GRACE_S)
+        may_take = [leave_s(beat, t.asked, self.boundary, usual) for t, beat in beats]
         seen = [t.observe(beat, now, self.fresh_s) for t, beat in beats]
         return [replace(one, leave_s=seconds) for one, seconds in zip(seen, may_take, strict=True)]
 

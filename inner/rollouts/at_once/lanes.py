@@ -257,8 +257,11 @@ def in_order(environments: Iterable[Any]) -> set[int]:
 
 
 def is_ordered(environment: Any) -> bool:
-    """Whether an environment, or a class, declares `_in_order`.   A __getattr__ for all names does not count."""
-    return bool(getattr_static(environment, "_in_order", False))
+    """Whether an environment, or a class, declares `_in_order = True`.   A __getattr__ for all names does not count."""
+    found = getattr_static(environment, "_in_order", False)
+    if hasattr(found, "__get__") and not isinstance(environment, type):  # a property, or a slot
+        found = getattr(environment, "_in_order", False)
+    return found is True
 
 
 async def _without_exit(make: Callable[[], Any]) -> Any:
