@@ -63,8 +63,9 @@ def swe_agent_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
     def trajectory(row: Any, number: int) -> list[TraceState]:
         recorded = recorded_turns(row, "history", "messages", "trajectory")
         turns = [turn for turn in checked_messages([*map(_swe_turn, recorded)]) if not turn.get("is_demo")]
-        known = tools or (row.get("tools") if isinstance(row, dict) else None) or ()
-        return _trace_states(_record_name(path, number), turns, _swe_error, known, _resolved(row))
+        told = row if isinstance(row, dict) else {}
+        reward = None if told.get("resolved") is None else float(told["resolved"])
+        return _trace_states(_record_name(path, number), turns, _swe_error, tools or told.get("tools") or (), reward)
 
     return read_lines(path, trajectory)
 
@@ -76,22 +77,21 @@ def openhands_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
         events = recorded_turns(row, "history")
         turns = checked_messages(openhands_turns(events))
         name, known = _record_name(path, number), tools or recorded_tools(events)
-        return _trace_states(name, turns, lambda turn: turn.get("error"), known, _resolved(row))
+        return _trace_states(name, turns, lambda turn: turn.get("error"), known, None)
 
     return read_lines(path, log)
 
 
 def harbor_states(path: str | Path, tools: Tools = ()) -> list[TraceState]:
-    """Read a Harbor trial's `agent/trajectory.json` (ATIF), and the reward in the trial's `verifier/reward.txt`.
+    """Read a Harbor trial's `agent/trajectory.json` (ATIF).
 
-    Steps of the system after the first user step, and steps copied from another trajectory, make no states."""
-    trial = Path(path).resolve().parent.parent
+    Left out: system steps after the first user step, and states of steps that were copied from another trajectory."""
+    trial = Path(path).resolve().parent.parent.name
 
     def trajectory(row: Any, number: int) -> list[TraceState]:
         turns = checked_messages(_harbor_turns(recorded_turns(row, "steps")))
         known = tools or (row.get("agent") or {}).get("tool_definitions") or ()
-        name = f"{trial.name}/{_record_name(path, number)}"
-        return _trace_states(name, turns, _swe_error, known, _harbor_reward(trial))
+        return _trace_states(f"{trial}/{_record_name(path, number)}", turns, _swe_error, known, None)
 
     return read_lines(path, trajectory)
 
@@ -142,13 +142,6 @@ def _function_call(call: Mapping[str, Any]) -> Message:
 
 def _record_name(path: str | Path, number: int) -> str:
     return f"{Path(path).stem}:{number}"
-
-
-def _resolved(row: Any) -> float | None:
-    """Return whether the task's tests passed, as a reward; None if the record does not tell."""
-    places = [row, row.get("report"), (row.get("test_result") or {}).get("report")] if isinstance(row, dict) else []
-    told = [place["resolved"] for place in places if isinstance(place, dict) and place.get("resolved") is not None]
-    return float(told[0]) if told else None
 
 
 # τ-bench and τ²-bench
@@ -219,10 +212,3 @@ def _harbor_action(step: Mapping[str, Any]) -> list[Message]:
         to = result.get("source_call_id") or [*told][max(i - len(results), -len(told))]
         told[to] = told.get(to, "") + plain_text(result.get("content"))
     return [turn, *({"role": "tool", "tool_call_id": to, "content": text} for to, text in told.items())]
-
-
-def _harbor_reward(trial: Path) -> float | None:
-    try:
-        return float((trial / "verifier" / "reward.txt").read_text())
-    except (OSError, ValueError):  # a trial that was not verified
-        return None
