@@ -9,7 +9,6 @@
     teachers.py   one teacher: its price, its request, how its response is read
     exchange.py   one HTTP exchange within a deadline and a byte limit, and the meaning of its response
     ledger.py     payments and answers, one per line
-    openhands.py  OpenHands' log of events as a chat
     commands.py   finds the command in a turn; turns are compared by their commands
     untrusted.py  JSON and text from outside this project, read within bounds
 

@@ -158,11 +158,16 @@ def _read_records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
 def _traces_in(document: Any) -> list[Any]:
     """Return the traces of a JSON file. An attempt or a simulation has the file's other fields under `file`."""
     if isinstance(document, list):
-        return [document] if document and not _TURN.isdisjoint(document[0]) else document
-    for key in ("attempts", "simulations") if isinstance(document, dict) else ():
-        if document.get(key):
+        return [document] if _objects(document) and not _TURN.isdisjoint(document[0]) else document
+    for key in ("attempts", "simulations"):
+        if isinstance(document, dict) and _objects(document.get(key)):
             return [{**run, "file": document} for run in document[key]]
     return [document]
+
+
+def _objects(value: Any) -> bool:
+    """Whether the value is a list of objects, and not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
 
 
 def _json_line(row: Mapping[str, Any]) -> str:

@@ -87,6 +87,11 @@ def test_each_attempt_of_a_retry_is_a_trace(read: Any) -> None:
     assert len({state["state_id"] for state in states}) == 2
 
 
+@pytest.mark.parametrize("attempts", [2, [1, 2], []])
+def test_a_number_of_attempts_is_not_a_list_of_attempts(read: Any, attempts: Any) -> None:
+    assert len(read(swe_agent_states, {"attempts": attempts, "history": [SYSTEM, TASK, LOOK]})) == 1
+
+
 def test_tools_and_outcome_of_a_chat_are_kept(read: Any) -> None:
     row = {"messages": [SYSTEM, TASK, LOOK], "tools": [SCHEMA], "resolved": True}
     (state,) = read(swe_agent_states, row)
@@ -278,6 +283,7 @@ def test_harbors_trajectory(read: Any) -> None:
         ),
         (tau_bench_states, {"simulations": [], "tasks": []}, "no 'traj' or 'messages'.*these are results of τ²-bench"),
         (tau_bench_states, {"messages_display": "User: hi"}, r"\(its keys are 'messages_display'\)"),
+        (swe_agent_states, [7, 8], "a trace must be an object, this is a int"),
         (swe_agent_states, 7, "a trace must be an object, this is a int"),
         (swe_agent_states, {"messages": [SYSTEM, TASK]}, "the agent did nothing: its messages are 1 system, 1 user"),
         (traces.harbor_states, harbor(harbor_step("user", "x")), "the agent did nothing: its messages are 1 user"),
