@@ -37,12 +37,14 @@ from inner import (
     swe_agent_states,
     tau_bench_states,
 )
+from inner.replay.traces import harbor_states
 
 FORMATS = {
     "states": lambda path, tools: load_states(path),
     "tau-bench": tau_bench_states,
     "swe-agent": swe_agent_states,
     "openhands": openhands_states,
+    "harbor": harbor_states,
 }
 
 

@@ -65,10 +65,14 @@ def text_key(text: str) -> str:
 
 
 def plain_text(content: Any) -> str:
-    """Return a message's content as a string; it may be a string, a list of parts, or missing."""
+    """Return a content (a string, a list of parts, or None) as a string. Images become `[image]`."""
     if isinstance(content, list):
-        return "".join(str(part.get("text") or "") if isinstance(part, dict) else str(part) for part in content)
+        return "".join(_part_text(part) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)
+
+
+def _part_text(part: Mapping[str, Any]) -> str:
+    return "[image]" if "image" in str(part.get("type")) else str(part.get("text") or "")
 
 
 def _call_text(function: Mapping[str, Any]) -> str:

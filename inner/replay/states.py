@@ -8,7 +8,8 @@
      "late_rewards": {"human": 0.7},            of the whole trace, by judges that came after the training
      "student_entropy": 1.3}                    nats: over the group's actions here, or per token, as you choose
 
-A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it.
+A file has one JSON object per line. A line that cannot be used is left out, and a TraceWarning names it. A JSON file
+has one trace or a list of traces; SWE-agent's attempts and τ²-bench's simulations are traces of their own.
 
 Whether a tool's result is an error, and its message (error_record):
 
@@ -32,6 +33,18 @@ from inner.replay.actions import Message
 from inner.replay.untrusted import load_json
 from inner.settings.inner import InnerError
 
+_TURN = {"role", "action", "observation", "kind"}  # a list of objects with one of these keys is one trace
+_FORMATS = {  # a record with this key: what it is, and what to do
+    "state_messages": "this is a state: use load_states",
+    "traj": "this is an episode of τ-bench: use tau_bench_states",
+    "simulations": "these are results of τ²-bench: use tau_bench_states",
+    "steps": "this is a trajectory of Harbor: use harbor_states",
+    "history": "this is a trace of SWE-agent (use swe_agent_states) or OpenHands (use openhands_states)",
+    "trajectory": "this is a trace of SWE-agent: use swe_agent_states",
+    "messages": "this is a chat: use swe_agent_states",
+    "conversations": "these are chats: for swe_agent_states, name the list `messages`, with role and content",
+    "kind": "this is one event of OpenHands: write all events as one list in a .json file, for openhands_states",
+}
 _SAYS_ERROR = re.compile(r"(?:Error|ERROR): |Unknown action |Traceback \(most recent call last\)")
 
 
@@ -72,9 +85,30 @@ def checked_state(row: Any) -> TraceState:
         raise ValueError(f"a state must be an object, this is a {type(row).__name__}")
     for key, kind in (("state_id", str), ("state_messages", list), ("student_action", str)):
         if not isinstance(row.get(key), kind):
-            raise ValueError(f"{key} is {row.get(key)!r:.60}, not a {kind.__name__}")
+            hint = "" if "state_messages" in row else seen_format(row)
+            raise ValueError(f"{key} is {row.get(key)!r:.60}, not a {kind.__name__}{hint}")
     checked_messages(row["state_messages"])
     return row  # pyright: ignore[reportReturnType]
+
+
+def recorded_turns(row: Any, *keys: str) -> list[Any]:
+    """Return the turns or events of a trace: the value of the first of these keys, or the record, if it is a list."""
+    if isinstance(row, list):
+        return row
+    if not isinstance(row, dict):
+        raise ValueError(f"a trace must be an object, this is a {type(row).__name__}")
+    found = [row[key] for key in keys if key in row]
+    if not found:
+        raise ValueError(f"no {' or '.join(map(repr, keys))}{seen_format(row)}")
+    if not isinstance(found[0], list) or not found[0]:
+        raise ValueError("there are no messages")
+    return found[0]
+
+
+def seen_format(row: Mapping[str, Any]) -> str:
+    """Return a record's keys, and if its format is known, the reader of this format."""
+    known = [said for key, said in _FORMATS.items() if key in row]
+    return f" (its keys are {', '.join(map(repr, [*row][:6]))}{'; ' * bool(known)}{''.join(known[:1])})"
 
 
 def checked_messages(messages: Any) -> list[Message]:
@@ -118,8 +152,22 @@ def _read_records(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
         raise InnerError(
             f"{path} is not JSON: {error}. Files with one JSON object per line are called .jsonl."
         ) from error
-    records = document if isinstance(document, list) else [document]
-    yield from ((number, lambda record=record: record) for number, record in enumerate(records, 1))
+    yield from ((number, lambda record=record: record) for number, record in enumerate(_traces_in(document), 1))
+
+
+def _traces_in(document: Any) -> list[Any]:
+    """Return the traces of a JSON file. An attempt or a simulation has the file's other fields under `file`."""
+    if isinstance(document, list):
+        return [document] if _objects(document) and not _TURN.isdisjoint(document[0]) else document
+    for key in ("attempts", "simulations"):
+        if isinstance(document, dict) and _objects(document.get(key)):
+            return [{**run, "file": document} for run in document[key]]
+    return [document]
+
+
+def _objects(value: Any) -> bool:
+    """Whether the value is a list of objects, and not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(member, dict) for member in value)
 
 
 def _json_line(row: Mapping[str, Any]) -> str:
