@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from inner.replay.pairs import DPOPair, extract_dpo_pairs, load_pairs, pair_outcomes, reward_pairs, save_pairs
     from inner.replay.states import TraceState, TraceWarning, load_states, save_states
     from inner.replay.teachers import DEFAULT_TEACHERS, Teacher, TeacherAction
-    from inner.replay.traces import openhands_states, swe_agent_states, tau_bench_states
+    from inner.replay.traces import harbor_states, openhands_states, swe_agent_states, tau_bench_states
     from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
     from inner.settings.objectives import PO_OBJECTIVES
     from inner.settings.poconfig import make_dr_grpo_config, make_po_config
@@ -54,11 +54,11 @@ __all__ = [
     "ProcessReward", "Replay", "ReplayStopped", "Rollout", "RolloutCheck", "Seeds", "SupervisedLoop", "TAIDScheduler",
     "Teacher", "TeacherAction", "ToolWorld", "TraceState", "TraceWarning", "build_batch", "build_inner", "check_inner",
     "check_rollouts", "compose_loss", "dpo_loss", "entropy_aware_opd_loss", "eopd_loss", "extract_dpo_pairs",
-    "generalized_jsd_loss", "hinted_spans", "load_pairs", "load_states", "make_dr_grpo_config", "make_po_config",
-    "openhands_states", "pair_outcomes", "publish_model", "recorded_answers", "replay_and_normalize_trace",
-    "replay_and_normalize_trace_sync", "replay_trace", "reward_pairs", "save_pairs", "save_states", "sdpo_loss",
-    "sequence_logprobs", "simpo_loss", "span_batch", "swe_agent_states", "taid_loss", "tau_bench_states",
-    "train_process_head", "turn_states", "use_engine",
+    "generalized_jsd_loss", "harbor_states", "hinted_spans", "load_pairs", "load_states", "make_dr_grpo_config",
+    "make_po_config", "openhands_states", "pair_outcomes", "publish_model", "recorded_answers",
+    "replay_and_normalize_trace", "replay_and_normalize_trace_sync", "replay_trace", "reward_pairs", "save_pairs",
+    "save_states", "sdpo_loss", "sequence_logprobs", "simpo_loss", "span_batch", "swe_agent_states", "taid_loss",
+    "tau_bench_states", "train_process_head", "turn_states", "use_engine",
 ]  # fmt: skip
 
 _NAMES = {  # a module -> the public names that it defines
@@ -83,7 +83,7 @@ _NAMES = {  # a module -> the public names that it defines
     "inner.replay.pairs": ("DPOPair", "extract_dpo_pairs", "load_pairs", "pair_outcomes", "reward_pairs", "save_pairs"),
     "inner.replay.states": ("TraceState", "TraceWarning", "load_states", "save_states"),
     "inner.replay.teachers": ("DEFAULT_TEACHERS", "Teacher", "TeacherAction"),
-    "inner.replay.traces": ("openhands_states", "swe_agent_states", "tau_bench_states"),
+    "inner.replay.traces": ("harbor_states", "openhands_states", "swe_agent_states", "tau_bench_states"),
     "inner.settings.inner": ("Files", "InnerConfig", "InnerLoop", "Seeds"),
     "inner.settings.objectives": ("PO_OBJECTIVES",),
     "inner.settings.poconfig": ("make_dr_grpo_config", "make_po_config"),
