@@ -212,6 +212,35 @@ def replicas_end() -> Iterator[None]:
         child.join()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def boxes_are_noted() -> Iterator[list[Any]]:
+    from inner.extras.boxes.kept import KeptNamespaces
+
+    begin, begun = KeptNamespaces.__init__, list[Any]()
+
+    def note(self: Any, words: Any) -> None:
+        begin(self, words)
+        begun.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KeptNamespaces, "__init__", note)
+        yield begun
+
+
+@pytest.fixture(autouse=True)
+def boxes_end(boxes_are_noted: list[Any]) -> Iterator[None]:
+    """Kill the processes of the local boxes that a test leaves: five shells looked for output beside all later tests."""
+    from inner.extras.boxes.kept import _descendants
+
+    yield
+    while boxes_are_noted:
+        if (process := boxes_are_noted.pop()._process).poll() is None:
+            for pid in (*_descendants(process.pid), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+
+
 @pytest.fixture(autouse=True)
 def without_package_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quote asks pip for the packages of rented machines; tests have no network."""
