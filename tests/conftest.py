@@ -229,7 +229,7 @@ def boxes_are_noted() -> Iterator[list[Any]]:
 
 @pytest.fixture(autouse=True)
 def boxes_end(boxes_are_noted: list[Any]) -> Iterator[None]:
-    """Kill the processes of the local boxes that a test leaves: five shells looked for output beside all later tests."""
+    """Kill the processes of the boxes that a test leaves: five shells looked for output beside all later tests."""
     from inner.extras.boxes.kept import _descendants
 
     yield
