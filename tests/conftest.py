@@ -13,8 +13,10 @@ import gc
 import hashlib
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -27,9 +29,9 @@ if os.environ.get("DILOCO_TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported; processes that a test starts have it, too
 
 import pytest
-import torch
 
 from tests.support.examples import QUICK
+from tests.support.warm_python import FLEET, WARM, WarmPython
 
 gc.disable()
 
@@ -46,6 +48,21 @@ COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of i
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         os.environ[QUICK] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let one process import the heavy modules for all workers, and for their fork servers (tests/support/fleet.py)."""
+    if sys.platform != "linux" or config.getoption("cov_source", None):  # coverage begins with a process
+        return
+    folder = tempfile.TemporaryDirectory(prefix="warm-python-")
+    warm = WarmPython(folder.name, [*FLEET, "modal", "textual.app", "moto.server", "s3fs"])
+    config.add_cleanup(folder.cleanup)
+    config.add_cleanup(warm.close)
+    os.environ[WARM] = warm.path
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.quote(warm.path)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -89,6 +106,8 @@ def without_modal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def start_models_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """ToolWorld's start model depends on its settings alone: its supervised steps are taken once for all workers."""
+    import torch
+
     from inner.worlds import toolworld
 
     base = tmp_path_factory.getbasetemp()
@@ -177,6 +196,8 @@ def signal_handlers_stay() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def process_groups_end() -> Iterator[None]:
     """End torch's default process group, which would make later tests of this process ranks of it."""
+    import torch
+
     yield
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -189,6 +210,35 @@ def replicas_end() -> Iterator[None]:
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def boxes_are_noted() -> Iterator[list[Any]]:
+    from inner.extras.boxes.kept import KeptNamespaces
+
+    begin, begun = KeptNamespaces.__init__, list[Any]()
+
+    def note(self: Any, words: Any) -> None:
+        begin(self, words)
+        begun.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KeptNamespaces, "__init__", note)
+        yield begun
+
+
+@pytest.fixture(autouse=True)
+def boxes_end(boxes_are_noted: list[Any]) -> Iterator[None]:
+    """Kill the processes of the boxes that a test leaves: five shells looked for output beside all later tests."""
+    from inner.extras.boxes.kept import _descendants
+
+    yield
+    while boxes_are_noted:
+        if (process := boxes_are_noted.pop()._process).poll() is None:
+            for pid in (*_descendants(process.pid), process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(autouse=True)
@@ -207,4 +257,5 @@ def decoded_once() -> Iterator[None]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)  # with Python's own numbers it was a sixteenth of what tests take in this process
     gc.enable()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
@@ -31,23 +32,22 @@ from rendezvous.records.records import Beat, Commit
 from rendezvous.store import PatientStore
 from tests.support import victim
 from tests.support.tables import merge_tables
+from tests.support.warm_python import FLEET, WARM
 
 ENDLESS = 100_000  # outer steps: such a run ends when a test says so, however long a replica takes to get there
 WAIT_S = 150.0  # only a hang takes so long, on the busiest machine
 TEXT = "".join(f"{i} plus {i + 1} is {2 * i + 1}. " for i in range(300))
-PRELOAD = [
-    "torch", "transformers", "diloco.replica.replica", "diloco.outer.managers.manager", "diloco.outer.loop",
-    "diloco.model.export", "inner.train.build", "inner.train.supervised", "inner.usercode.check", "inner.train.grpo",
-    "tests.support.victim", "tests.support.warm",
-]  # fmt: skip
 
 
 @cache
 def context() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(PRELOAD)
-    with patch.dict(os.environ):  # its children inherit its first environment, so no variable of the first test
+    forkserver.set_forkserver_preload(FLEET)
+    resource_tracker.ensure_running()  # a light process, from an ordinary Python
+    python = os.environ.get(WARM, spawn.get_executable())
+    with patch.dict(os.environ), patch.object(spawn, "_python_exe", os.fsencode(python)):
+        # its children inherit its first environment, so no variable of the first test
         for name in [name for name in os.environ if name.startswith("DILOCO_")]:
             del os.environ[name]
         ensure_running()

@@ -125,7 +125,8 @@ def _constraints_file() -> bytes:
     """Return a line per distribution that came from an index; a local version such as "2.13.0+cpu" becomes "2.13.0"."""
     found: dict[str, str] = {}
     for d in metadata.distributions():
-        name = re.sub(r"[-_.]+", "-", d.metadata["Name"] or "").lower()
+        told = d.metadata  # each look at it, or at d.version, reads and parses the file
+        name = re.sub(r"[-_.]+", "-", told["Name"] or "").lower()
         if name and d.read_text("direct_url.json") is None:
-            found.setdefault(name, versions.portable_requirement(name, d.version))
+            found.setdefault(name, versions.portable_requirement(name, told["Version"]))
     return "".join(f"{found[name]}\n" for name in sorted(found) if "==" in found[name]).encode()
