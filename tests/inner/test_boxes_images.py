@@ -14,7 +14,7 @@ import pytest
 
 from inner.errors import InnerError
 from inner.extras.boxes import images
-from inner.extras.boxes.box import BoxOwner, BoxRecipe, BuildFailed
+from inner.extras.boxes.box import BoxOwner, BoxRecipe, BuildFailed, ProviderFailed
 from inner.extras.boxes.episode import Episode, box_recipes
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, open_provider
@@ -206,4 +206,8 @@ def test_e2b_builds_a_tasks_template_and_its_boxes_have_it(tmp_path: Path, monke
             (task,) = read_tasks(write_task(tmp_path / why[:3] / "bad", docker=docker))
             with pytest.raises(BuildFailed, match=f"the image of its Dockerfile cannot be built: .*{why}"):
                 BoxStarter(provider).start(OWNER, box_recipes(task)[0])
+        server.builds = False
+        with pytest.raises(ProviderFailed, match=r"does not build a template: 404: .*task_options.image = \"NAME\""):
+            provider.start(OWNER, BoxRecipe(base="rust:1.81"), timeout_s=60)
+        provider.start(OWNER, BoxRecipe("its-own", base="rust:1.81"), timeout_s=60).stop()
         server.shutdown()

@@ -7,6 +7,7 @@
 
 Boxes are LocalBoxes in namespaces.   lose_replies, refuse, busy, html: what the next creates suffer.   drop: the next
 commands' connections are reset.   dead: ids that answer 502.   fail_build: why the next builds fail.
+builds: whether it builds templates.
 """
 
 import base64
@@ -46,7 +47,7 @@ class E2bServer(ThreadingHTTPServer):
         self.users = list[str]()
         self.templates: dict[str, dict[str, Any]] = {}  # id -> what was asked for, the looks at its build
         self.archives: dict[str, bytes] = {}  # a COPY's hash -> its tar
-        self.fail_build = ""
+        self.fail_build, self.builds = "", True
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -70,6 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if path == "/v2/sandboxes":
             self._create(json.loads(body))
+        elif path == "/v3/templates" and not self.server.builds:
+            self._json(404, {"code": 404, "message": "no such path"})
         elif path == "/v3/templates":
             id = f"tp{len(self.server.templates)}"
             self.server.templates[id] = {**json.loads(body), "looks": 0}

@@ -79,7 +79,13 @@ class E2bBoxes:
             raise build_failed(f"E2B's SDK does not read it ({error})") from error
         states, end = self._sdk.TemplateBuildStatus, time.monotonic() + BUILD_S
         with _as_ours(self._sdk, ProviderFailed):
-            building = self._sdk.Template.build_in_background(template, name, **self._opts)
+            try:
+                building = self._sdk.Template.build_in_background(template, name, **self._opts)
+            except self._sdk.BuildException as error:
+                raise ProviderFailed(
+                    f"the server does not build a template: {error}. If it never does, name a template that it has: "
+                    'inner.data.task_options.image = "NAME"'
+                ) from error
             while (now := self._sdk.Template.get_build_status(building, **self._opts)).status in (
                 states.BUILDING, states.WAITING,
             ):  # fmt: skip
