@@ -214,7 +214,7 @@ def test_a_misspelt_weight_is_refused_before_the_run(settings: dict[str, Any], w
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"hinted_ids": [1, 2, 3], "at": [1, 2]}, "at has 2 places for 4 response tokens"),
+        ({"hinted_ids": [1, 2, 3], "at": [1, 2]}, "`at` has 2 places for 4 response tokens"),
         ({"hinted_ids": [1, 2, 3], "at": [-1, 0, 1, 2]}, "`at` has the place 0, and there are 3 hinted ids"),
         ({"hinted_ids": [1, 2, 3], "at": [-1, -1, 1, 3]}, "`at` has the place 3, and there are 3 hinted ids"),
         ({"turns": [(0, 2)]}, "1 turns have 0 scores"),
