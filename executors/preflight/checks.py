@@ -3,7 +3,7 @@
     config + its files ─▶ inner/usercode/check.py   every line parses, the code compiles     no torch
     places, options    ─▶ place_faults.py     devices, vLLM, secrets, images, options        no torch
     inner.model        ─▶ inner/models/known.py          a folder, the cache, or one request to the Hub   no torch
-    reward, …          ─▶ inner/usercode/rehearse.py   tried in a separate process, 8 s at most
+    reward, …          ─▶ rehearsal.py        tried in a separate process, 8 s at most
     template, adapter … ─▶ inner/train/dry_run.py  a replica's start without weights, if the model is here
 
     the first mistake ──▶ UsageError: file, line or key, what was seen, the next thing to do
@@ -56,7 +56,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
             refuse_missing_template(config.inner, config.user_files(), known.folder)
         notes = list[str]()
         if config.inner.own_code:
-            from executors.preflight.place_faults import rehearsal_notes
+            from executors.preflight.rehearsal import rehearsal_notes
 
             notes = rehearsal_notes(config, places)
         notes += _dry_run(config, known)

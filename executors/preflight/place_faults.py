@@ -160,26 +160,6 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     )
 
 
-def rehearsal_notes(config: RunConfig, places: Sequence[Place]) -> list[str]:
-    """Try the reward and other user code; return notes.  Raises InnerError if it cannot work."""
-    from inner.usercode.rehearse import TIME_S, rehearse
-
-    notes = list[str]()
-    found = rehearse(config.inner, config.user_files(), steps=config.fleet.steps * config.outer.interval)
-    code = config.inner.own_code
-    if found.late:
-        notes.append(f"not checked: {code}: trying that here took longer than {TIME_S:.0f} s")
-    elif found.missing:
-        notes.append(about_missing(found.missing, code, found.refused, places))
-    elif found.refused and not found.no_sandbox:
-        raise InnerError(found.refused)
-    if found.warning:
-        notes.append(found.warning)
-    if found.sandboxed:
-        notes += about_sandbox(code, found.refused, places)
-    return notes
-
-
 def _named_elsewhere(place: Place) -> bool:
     """Whether `--pip` names a package that is not installed here: it may contain modules of any name (cv2, sklearn)."""
     return not all(map(is_installed, named_packages(place)))

@@ -109,7 +109,7 @@ def _trace_states(
 ) -> list[TraceState]:
     """Return a state for every assistant turn with an action: the action and the messages before it.
 
-    Turns with `given` were not made by the agent in this trace. Raises ValueError if there is no state."""
+    Turns with `given` were not made by the agent in this trace. Raises ValueError for a trace without a state."""
     clean = [_clean_turn(turn) for turn in turns]
     form = form_of(action_text(turn) for turn in clean if turn["role"] == "assistant") or "calls"
     states: list[TraceState] = []

@@ -13,6 +13,7 @@ import base64
 import io
 import os
 import posixpath
+import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from inner.errors import InnerError
 
 MOST_BYTES = 16 << 20
+HEREDOC = re.compile(r"(?<!<)<<-?[\"']?([A-Za-z_]\w*)")  # of a RUN, COPY or ADD; <<< is a shell's, << 3 is a number's
 DEFAULT = "/app"  # the working folder without WORKDIR
 
 
@@ -75,10 +77,21 @@ def working_folder(folder: Path) -> str:
 
 
 def _lines(folder: Path) -> list[list[str]]:
-    """Return the words of each line of a folder's Dockerfile without comments; no lines without a Dockerfile."""
+    """Return the words of each instruction of a folder's Dockerfile; none without a Dockerfile.
+
+    Lines that end with a backslash are joined.   Comments and the texts of heredocs are left out."""
     path = folder / "Dockerfile"
-    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
-    return [words for line in lines if (words := line.split()) and not words[0].startswith("#")]
+    text = path.read_text("utf-8") if path.is_file() else ""
+    found, until = list[list[str]](), ""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = line.split()
+        if until:
+            until = "" if line.strip() == until else until
+        elif words and not words[0].startswith("#"):
+            found.append(words)
+            heredoc = HEREDOC.search(line) if words[0].upper() in ("RUN", "COPY", "ADD") else None
+            until = heredoc[1] if heredoc else ""
+    return found
 
 
 def _copied_files(folder: Path, lines: Iterable[list[str]], seen: Seen) -> dict[str, str]:

@@ -107,7 +107,7 @@ def _silence_libraries() -> Iterator[None]:
 
 def _cut(record: logging.LogRecord) -> bool:
     """Cut a long message; return True, so that it is logged. A row may have megabytes, and hidden tests."""
-    record.msg = str(record.msg)[:MOST_MESSAGE]
+    record.msg, record.args = record.getMessage()[:MOST_MESSAGE], None
     return True
 
 

@@ -8,9 +8,9 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from grpclib import Status
 
 from inner.errors import InnerError
 from inner.extras.boxes import images
@@ -18,25 +18,25 @@ from inner.extras.boxes.box import BoxOwner, BoxRecipe, BuildFailed, ProviderFai
 from inner.extras.boxes.episode import Episode, box_recipes
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, open_provider
-from inner.extras.boxes.world import HarborEnvironment, harbor_environment
 from inner.tasks.harbor import build_fault, load_harbor, make_rows, read_tasks
 from inner.tasks.spec import TaskSpec
 from tests.inner.test_boxes import APART, write_task
+from tests.inner.test_boxes_apart import environment
 from tests.support.e2b_server import E2bServer
 from tests.support.modal_server import ModalPlatform
-from tests.support.planted_boxes import VirtualClock, namespaces, namespaces_work
+from tests.support.planted_boxes import namespaces, namespaces_work
 
 OWNER = BoxOwner("r", "0", 1, "g")
 REAL = """FROM ubuntu:24.04
 ENV DEBIAN_FRONTEND=noninteractive
 
 # tools of the task
-RUN mkdir -p /work && \\
-    echo 42 > /work/made
-COPY repo/given.txt /work/given.txt
-WORKDIR /work
+RUN mkdir -p /task && \\
+    echo 42 > /task/made
+COPY repo/given.txt /task/given.txt
+WORKDIR /task
 """
-JUDGE = '[ "$(cat /work/made)$(cat /work/out)" = 42given ] && echo 1 > /logs/verifier/reward.txt\n'
+JUDGE = '[ "$(cat /task/made)$(cat /task/out)" = 42given ] && echo 1 > /logs/verifier/reward.txt\n'
 isolated = pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 E2B = importlib.util.find_spec("e2b") is not None
 
@@ -45,14 +45,6 @@ E2B = importlib.util.find_spec("e2b") is not None
 def platform() -> Iterator[ModalPlatform]:
     with ModalPlatform() as platform:
         yield platform
-
-
-def environment(provider: Any, folder: Path) -> HarborEnvironment:
-    clock = VirtualClock()
-    env = harbor_environment(BoxStarter(provider, clock=clock, sleep=clock.sleep, seed=0))()
-    (row,) = make_rows(TaskSpec(f"harbor:{folder}", 1, 0))
-    env.reset(**row)
-    return env
 
 
 # -------------------------------------------------------------------------- reading
@@ -76,7 +68,7 @@ def test_a_dockerfile_that_needs_a_build_is_carried_whole(tmp_path: Path, docker
     (folder / "environment/repo/given.txt").chmod(0o755)
     (task,) = read_tasks(folder)
     assert (task.image, task.base, task.files) == ("", "", {}) and task.odd
-    assert task.folder == ("/work" if docker == REAL else "/app")
+    assert task.folder == ("/task" if docker == REAL else "/app")
     with tarfile.open(fileobj=io.BytesIO(base64.b64decode(task.build))) as archive:
         modes = {member.name: member.mode for member in archive}
         assert archive.extractfile("Dockerfile").read().decode() == docker  # type: ignore[union-attr]
@@ -87,6 +79,25 @@ def test_a_dockerfile_that_needs_a_build_is_carried_whole(tmp_path: Path, docker
         LocalBoxes(tmp_path / "boxes", wrap=namespaces).start(OWNER, recipe, timeout_s=1)
 
 
+@pytest.mark.parametrize(
+    ("docker", "work"),
+    [
+        ("FROM x\nWORKDIR /one\nRUN cat > y <<'EOF'\nFROM z\nWORKDIR /two\nEOF\n", "/one"),
+        ("FROM x\nRUN <<-EOF\n\tWORKDIR /two\n\tEOF\nWORKDIR /one\n", "/one"),
+        ("FROM x\nRUN echo $((1 << 3)) <<<four\nWORKDIR /one\n", "/one"),
+        ("FROM x\nRUN echo \\\n  WORKDIR \\\n  /two\n", "/app"),
+    ],
+)
+def test_only_instructions_of_a_dockerfile_count(tmp_path: Path, docker: str, work: str) -> None:
+    (task,) = read_tasks(write_task(tmp_path / "task", docker=docker))
+    assert task.folder == work and task.build
+
+
+def test_a_line_may_go_on_in_the_next(tmp_path: Path) -> None:
+    (task,) = read_tasks(write_task(tmp_path / "task", docker="FROM x\nCOPY repo/given.txt \\\n  /data/\n"))
+    assert (task.build, [*task.files]) == ("", ["/data/given.txt"])
+
+
 def test_a_dockerfile_without_steps_names_its_image(tmp_path: Path) -> None:
     (task,) = read_tasks(write_task(tmp_path / "task", docker="FROM rust:1.80 AS it\nCOPY repo .\n"))
     assert (task.base, task.build, box_recipes(task)[0].base) == ("rust:1.80", "", "rust:1.80")
@@ -94,14 +105,14 @@ def test_a_dockerfile_without_steps_names_its_image(tmp_path: Path) -> None:
 
 def test_an_image_has_the_working_folder_of_the_dockerfile_beside_it(tmp_path: Path) -> None:
     (task,) = read_tasks(write_task(tmp_path / "task", docker=REAL), {"image": "built"})
-    assert (task.image, task.folder, task.build) == ("built", "/work", "")
+    assert (task.image, task.folder, task.build) == ("built", "/task", "")
 
 
 def test_a_verifiers_own_dockerfile_is_built_and_a_copy_has_that_of_the_episode(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "task", docker=REAL, toml=APART)
     (task,) = read_tasks(folder)
     first, copy = box_recipes(task)
-    assert first.build and copy.build == first.build and copy.folder == "/work"
+    assert first.build and copy.build == first.build and copy.folder == "/task"
     (folder / "tests/Dockerfile").write_text("FROM x\nRUN y\nCOPY . /tests/\n")
     (task,) = read_tasks(folder)
     first, own = box_recipes(task)
@@ -135,7 +146,7 @@ def test_tasks_are_left_out_by_name_and_all_faults_are_told_at_once(tmp_path: Pa
 def test_modal_builds_a_tasks_image_once_and_its_boxes_have_it(tmp_path: Path, platform: ModalPlatform) -> None:
     provider, folder = open_provider("modal"), write_task(tmp_path / "task", docker=REAL, test=JUDGE)
     env = environment(provider, folder)
-    assert env.bash("pwd; cat made given.txt") == "/work\n42\ngiven"
+    assert env.bash("pwd; cat made given.txt") == "/task\n42\ngiven"
     env.bash("cp given.txt out")
     assert env.get_reward() == 1.0
     before = len(platform.server.images)
@@ -168,6 +179,10 @@ def test_a_failed_build_is_told_with_the_tasks_name_and_its_last_lines(
     )
     assert re.match(words, told[0]) and told[0] == told[1]
     assert len(platform.server.lines) == 2, "the same build would fail again"
+    platform.refuse("ImageBuildChainGet", 1, Status.NOT_FOUND)
+    (other,) = read_tasks(write_task(tmp_path / "other", docker="FROM x\nRUN pip install -U absent\n"))
+    with pytest.raises(BuildFailed, match="modal image logs im-"):
+        provider.start(OWNER, box_recipes(other)[0], timeout_s=60)
     monkeypatch.setattr(sys, "argv", ["images", "modal", str(tmp_path / "tasks")])
     with pytest.raises(SystemExit) as ended:
         images.main()
@@ -192,7 +207,7 @@ def test_e2b_builds_a_tasks_template_and_its_boxes_have_it(tmp_path: Path, monke
         provider = open_provider("e2b", **server.options)
         folder = write_task(tmp_path / "task", docker=REAL, test=JUDGE)
         env = environment(provider, folder)
-        assert env.bash("pwd; cat made given.txt; cp given.txt out") == "/work\n42\ngiven"
+        assert env.bash("pwd; cat made given.txt; cp given.txt out") == "/task\n42\ngiven"
         assert env.get_reward() == 1.0
         (row,) = make_rows(TaskSpec(f"harbor:{folder}", 1, 0))
         env.reset(**row)

@@ -90,7 +90,7 @@ class E2bBoxes:
                 states.BUILDING, states.WAITING,
             ):  # fmt: skip
                 if time.monotonic() > end:
-                    raise ProviderFailed(f"the template {name} is not built after {BUILD_S:g} s")
+                    raise ProviderFailed(f"the template {name} is not built after {BUILD_S:g} s. See E2B's dashboard")
                 time.sleep(ASK_S)
             if now.status == states.ERROR:
                 why = now.reason.message if now.reason else "E2B gives no reason"

@@ -14,7 +14,7 @@ five minutes. Tested with modal 1.6.4 and a server of the tests, not with Modal.
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,12 @@ class ModalBoxes:
             try:
                 asyncio.run(asyncio.wait_for(image.build.aio(self._app), BUILD_S))
             except self._sdk.exception.ImageBuildError as error:
-                said = "".join(str(entry.message) for entry in image.logs.tail(LINES))
-                raise build_failed(f"all its lines: `modal image logs {error.image_id}`", said.splitlines()) from error
+                said = list[str]()
+                with suppress(Exception):  # a log that cannot be read does not make the build one to try again
+                    said = "".join(str(entry.message) for entry in image.logs.tail(LINES)).splitlines()
+                raise build_failed(f"all its lines: `modal image logs {error.image_id}`", said) from error
+            except TimeoutError as error:
+                raise ProviderFailed(f"the image is not built after {BUILD_S:g} s. See Modal's dashboard") from error
         return image
 
     def find(self, labels: Mapping[str, str]) -> Sequence["ModalBox"]:
