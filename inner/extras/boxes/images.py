@@ -80,7 +80,10 @@ def _unpack(recipe: BoxRecipe, folder: Path) -> None:
 def build_failed(why: str, lines: Iterable[str] = ()) -> BuildFailed:
     """Return the error of a Dockerfile that cannot be built.   lines: the end of the build's log."""
     last = "".join(f"\n    {line}" for line in list(lines)[-LINES:])
-    return BuildFailed(f"the image of its Dockerfile cannot be built: {why}. Correct it, or leave the task out.{last}")
+    return BuildFailed(
+        f"the image of its Dockerfile cannot be built: {why}. Correct it, or leave the task out (task_options.without)."
+        f"{last}"
+    )
 
 
 def build_all(provider: Any, tasks: Iterable[HarborTask], say: Callable[[str], None]) -> bool:
@@ -112,7 +115,7 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         tasks = in_order(read_tasks(asked.folder, {"without": asked.without}), asked.seed)[: asked.size]
-        built = build_all(open_provider(asked.provider), tasks, lambda line: print(line, flush=True))
+        built = build_all(open_provider(asked.provider), tasks, lambda line: print(f"{line}\n", end="", flush=True))
     except (InnerError, ProviderFailed) as error:
         raise SystemExit(str(error)) from error
     raise SystemExit(0 if built else 1)
