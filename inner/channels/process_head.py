@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from inner.channels.head_file import HEAD_FORM, read_head_width
 from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, TurnScore
-from inner.channels.spans import context_and_action, renderer
 from inner.channels.teacher import DistillationTeacher
 from inner.channels.terms import backbone_states, eval_mode, pad_rows
+from inner.channels.turn_ids import context_and_actions, renderer
 from inner.errors import InnerError
 from inner.models.causal_lm import causal_lm
 from inner.models.precision import uncached_autocast
@@ -236,8 +236,11 @@ def head_examples(
         shares = {vote.key: (vote.action, vote.support / total) for vote in votes}
         if shares and (own := same(state["student_action"])):
             shares.setdefault(own, (state["student_action"], 0.0))
-        for action, share in shares.values():
-            context, turn = context_and_action(state, action, render, tokenizer)
+        try:
+            context, turns = context_and_actions(state, [action for action, _ in shares.values()], render, tokenizer)
+        except InnerError as error:
+            raise InnerError(f"state {state['state_id']}: {error}. Take the state out.") from error
+        for turn, (_, share) in zip(turns, shares.values(), strict=True):
             examples.append(Example(context + turn, len(context), share))
     return examples
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inner.channels.spans import context_and_action
 from inner.channels.terms import backbone_states, eval_mode, pad_rows, response_logprobs
+from inner.channels.turn_ids import context_and_actions
 from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
 from inner.models.lora import adapter_off
@@ -150,7 +150,10 @@ def encode_pair(
             f"pair {pair['state_id']}: chosen contains {found!r}, with which this model's chat template marks turns. "
             f"The student would learn to end its turn there and to write the next speaker's turn. {SKIP}"
         )
-    (prompt, chosen), (_, rejected) = (_encode_side(pair, side, render, tokenizer) for side in ("chosen", "rejected"))
+    try:
+        prompt, (chosen, rejected) = context_and_actions(pair, [pair["chosen"], pair["rejected"]], render, tokenizer)
+    except InnerError as error:
+        raise InnerError(f"pair {pair['state_id']}: {error}. {SKIP}") from error
     for side, ids in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not ids:
             raise InnerError(f"pair {pair['state_id']}: {side} has no tokens under the model's chat template. {SKIP}")
@@ -184,17 +187,3 @@ def _checked_weight(pair: DPOPair) -> float:
     if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
         raise InnerError(f"pair {pair['state_id']} has weight {weight!r}: it must be a number of 0 or more.")
     return float(weight)
-
-
-def _encode_side(
-    pair: DPOPair, side: str, render: Callable[..., list[int]], tokenizer: Any
-) -> tuple[list[int], list[int]]:
-    """Return the ids of the state and of one side. A chat template may raise any exception."""
-    try:
-        return context_and_action(pair, pair[side], render, tokenizer)
-    except Exception as error:
-        roles = ", ".join(dict.fromkeys(str(m.get("role")) for m in pair["state_messages"]))
-        raise InnerError(
-            f"pair {pair['state_id']}: this model's chat template cannot write it with its {side} turn "
-            f"({type(error).__name__}: {error}); its messages have the roles {roles}. {SKIP}"
-        ) from error

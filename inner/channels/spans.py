@@ -13,8 +13,7 @@ All functions are pure, except those that call the tokenizer's template.
     TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
     recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
 
-Not promised: failed turns that TRL removed because the tool's result did not fit; TRL does not report those. Ids of
-recorded traces come from the tokenizer, not from the model that sampled them.
+Not promised: failed turns that TRL removed because the tool's result did not fit; TRL does not report those.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inner.channels.hints import Hint
-from inner.data.rendering import render_ids
+from inner.channels.turn_ids import agreement, context_and_actions, renderer
 from inner.errors import InnerError
-from inner.replay.actions import Message, action_message, action_text
+from inner.replay.actions import Message, action_text
 from inner.replay.states import TraceState, error_record
 
 CACHED = 4096  # how many hints' ids are cached
@@ -115,60 +114,71 @@ def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, An
 
 
 def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: list[int]) -> list[int]:
-    """Return context (without an `opening` at its end) + hint + opening + turn, as ids."""
-    if opening and context[-len(opening) :] == opening:
-        context = context[: -len(opening)]
-    return context + hint + opening + turn
+    """Return the context with the hint before its `opening`, + turn, as ids.
+
+    The context may end with a part of the opening (turn_ids.py); if it does not end with it at all, the opening is
+    added."""
+    parts = (n for n in range(len(opening), 0, -1) if context[-n:] == opening[:n])
+    end = next(parts, 0)
+    return context[: len(context) - end] + hint + (opening[:end] or opening) + turn
 
 
 class HintSplicer:
     """Put a hint in front of a turn, as the chat template writes messages.
 
-    render(messages, opened) -> ids; with `opened`, they end with the opening of an assistant's turn"""
+    render(messages, opened) -> ids; with `opened`, they end with the opening of an assistant's turn
+
+    The hint is a system's or a user's message after a user's; if the template refuses both, as Mistral's and Gemma's
+    do, a user's message after an assistant's. Some templates (Mistral's) open an assistant's turn with no ids."""
 
     def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
         self._render = render
         self._cache: dict[str, list[int]] = {}
-        self.opening, self.role = self._read_template()
+        self._before, self.opening, self.role = self._read_template()
 
     def __call__(self, context: list[int], hint: str, turn: list[int]) -> list[int]:
         """Return the teacher's row."""
         return splice_hint(context, self.hint_ids(hint), self.opening, turn)
 
     def hint_ids(self, hint: str) -> list[int]:
-        """Return the hint's ids after a user message. If a hint is rendered alone, some templates add a system
+        """Return the hint's ids after other messages. If a hint is rendered alone, some templates add a system
         prompt."""
         if hint not in self._cache:
             if len(self._cache) >= CACHED:
                 self._cache.clear()
             whole = hint.encode(errors="replace").decode()  # a tool's error may have half a character
-            hinted = self._render([*_ASK, {"role": self.role, "content": whole}], False)
-            self._cache[hint] = hinted[len(self._render(_ASK, False)) :]
+            hinted = self._render([*self._before, {"role": self.role, "content": whole}], True)
+            start = len(self._render(self._before, True)) - len(self.opening)
+            self._cache[hint] = hinted[start : len(hinted) - len(self.opening)]
         return self._cache[hint]
 
-    def _read_template(self) -> tuple[list[int], str]:
-        """Return the ids that open an assistant turn, and the role that the template accepts for a hint before it."""
-        bare = self._render(_ASK, False)
-        opened = self._render(_ASK, True)
-        if opened[: len(bare)] != bare or len(opened) == len(bare):
-            raise InnerError(
-                "the chat template does not open an assistant turn by appending tokens (add_generation_prompt), so a "
-                "hint cannot be spliced in. Use another template, or set alpha_sdpo = 0."
-            )
-        for role in ("system", "user"):
+    def _read_template(self) -> tuple[list[Message], list[int], str]:
+        """Return messages that may stand before a hint, the ids that open an assistant's turn, and the hint's role."""
+        refused: Exception | None = None
+        for before, role in ((_ASK, "system"), (_ASK, "user"), (_TOLD, "user")):
             try:
-                hinted = self._render([*_ASK, {"role": role, "content": "a"}], False)
-            except Exception:  # a template that refuses a role may raise any jinja error
+                opening = self._opening_behind(before, role)
+            except Exception as error:  # a template that refuses a role may raise any jinja error
+                refused = error
                 continue
-            if hinted[: len(bare)] == bare and len(hinted) > len(bare):
-                return opened[len(bare) :], role
+            if opening is not None:
+                return before, opening, role
+        why = f" ({type(refused).__name__}: {refused})" if refused is not None else ""
         raise InnerError(
-            "the chat template takes no message between a user's and the assistant's, so a hint cannot be spliced in. "
-            "Use another template, or set alpha_sdpo = 0."
+            f"this model's chat template takes no hint between a message and the assistant's turn{why}. Use another "
+            "template, or set alpha_sdpo = 0."
         )
+
+    def _opening_behind(self, before: list[Message], role: str) -> list[int] | None:
+        """Return the ids that open an assistant's turn; None if a hint of this role does not stand right before it."""
+        opened, hinted = (self._render(turns, True) for turns in (before, [*before, {"role": role, "content": "c"}]))
+        opening = opened[agreement(opened, self._render(before, False)) :]
+        start, end = len(opened) - len(opening), len(hinted) - len(opening)
+        return opening if hinted[:start] == opened[:start] and hinted[end:] == opening and end > start else None
 
 
 _ASK: list[Message] = [{"role": "user", "content": "a"}]
+_TOLD: list[Message] = [*_ASK, {"role": "assistant", "content": "b"}]
 
 
 # Recorded traces
@@ -184,30 +194,9 @@ def hinted_spans(states: Iterable[TraceState], hint: Hint, tokenizer: Any) -> li
         text = hint(state, error) if error else None
         if text is None:
             continue
-        context, action = context_and_action(state, state["student_action"], render, tokenizer)
+        context, (action,) = context_and_actions(state, [state["student_action"]], render, tokenizer)
         spans.append(Span(context + action, splice(context, text, action), len(action)))
     return spans
-
-
-def renderer(tokenizer: Any) -> Callable[..., list[int]]:
-    """Return render(messages, opened, tools) -> ids, with the tokenizer's own template."""
-    return lambda messages, opened, tools=None: render_ids(tokenizer, messages, opened=opened, tools=tools)
-
-
-def context_and_action(
-    state: Mapping[str, Any], action: str, render: Callable[..., list[int]], tokenizer: Any
-) -> tuple[list[int], list[int]]:
-    """Return the ids of a state's messages with an opened assistant turn, and the ids of the action after them.
-
-    render(messages, opened, tools) -> ids"""
-    messages = [_for_template(m) for m in state["state_messages"]]
-    tools = state.get("tools")
-    context = render(messages, True, tools)
-    turn = action_message(action)
-    without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
-    whole, mute = (render([*messages, t], False, tools) for t in (turn, without_calls))
-    shown = whole[: len(context)] == context and not (turn.get("tool_calls") and whole == mute)
-    return context, whole[len(context) :] if shown else _plain_ids(action, tokenizer)
 
 
 def span_batch(spans: Sequence[Span], pad_id: int = 0) -> dict[str, Any]:
@@ -236,14 +225,3 @@ def _pad_and_mark(rows: Sequence[list[int]], lengths: Sequence[int], pad_id: int
     mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
     last = [[0] * (len(r) - n) + [1] * n + [0] * (width - len(r)) for r, n in zip(rows, lengths, strict=True)]
     return torch.tensor(ids), torch.tensor(mask), torch.tensor(last)
-
-
-def _for_template(message: Message) -> Message:
-    """Decode a call's arguments: recorded ones are JSON text, but chat templates need objects."""
-    return {**message, **action_message(action_text(message))} if message.get("tool_calls") else message
-
-
-def _plain_ids(action: str, tokenizer: Any) -> list[int]:
-    """Return the action's own text as ids, if the template drops calls or writes finished turns differently."""
-    ids = tokenizer(action, add_special_tokens=False)["input_ids"]
-    return ids + ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

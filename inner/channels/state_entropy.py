@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from inner.channels.spans import context_and_action, renderer
 from inner.channels.terms import backbone_states, causal_lm, eval_mode, logits_at, pad_rows
+from inner.channels.turn_ids import context_and_actions, renderer
 from inner.data.template_fault import require_template
 from inner.errors import InnerError
 from inner.replay.states import TraceState
@@ -42,14 +42,14 @@ def _measured(model: Any, tokenizer: Any, state: TraceState) -> TraceState:
 
 
 def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
-    """Return the ids of the messages and of the action. A chat template may raise any exception."""
+    """Return the ids of the messages and of the action."""
     require_template(tokenizer, state["state_messages"])
     try:
-        context, action = context_and_action(state, state["student_action"], renderer(tokenizer), tokenizer)
-    except Exception as error:
+        context, (action,) = context_and_actions(state, [state["student_action"]], renderer(tokenizer), tokenizer)
+    except InnerError as error:
         raise InnerError(
-            f"state {state['state_id']}: this model's chat template cannot write it ({type(error).__name__}: {error}). "
-            "Take the state out, or measure with a model whose template takes its messages."
+            f"state {state['state_id']}: {error}. Take the state out, or measure with a model whose template takes its "
+            "messages."
         ) from error
     if not context or not action:
         raise InnerError(f"state {state['state_id']} has no tokens before its action, or none in it. Take it out.")

@@ -76,11 +76,11 @@ def _part_text(part: Mapping[str, Any]) -> str:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    body = json.dumps({"name": function["name"], "arguments": _parse_arguments(function)}, ensure_ascii=False)
+    body = json.dumps({"name": function["name"], "arguments": parse_arguments(function)}, ensure_ascii=False)
     return "<tool_call>\n" + body.replace("</", "<\\/") + "\n</tool_call>"  # same JSON; cannot end the tag early
 
 
-def _parse_arguments(function: Mapping[str, Any]) -> Any:
+def parse_arguments(function: Mapping[str, Any]) -> Any:
     """Parse a call's arguments as JSON. Broken JSON of a model stays text."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
@@ -98,7 +98,7 @@ def _parse_call(body: str) -> Message | None:
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    return {"name": call["name"], "arguments": _parse_arguments(call)}
+    return {"name": call["name"], "arguments": parse_arguments(call)}
 
 
 def _canonical_value(value: Any) -> Any:

@@ -39,10 +39,10 @@ COHERE = (
 )
 ASKED = {"role": "user", "content": "a"}
 TEMPLATES = {
-    "DeepSeek": (DEEPSEEK, [ASKED, {"role": "tool", "content": None}], "UndefinedError"),
+    "DeepSeek": (DEEPSEEK, [ASKED, {"role": "user", "content": None}], "UndefinedError"),
     "Gemma, system": (GEMMA, [{"role": "system", "content": "b"}, ASKED], "System role not supported"),
-    "Gemma, tool": (GEMMA, [ASKED, {"role": "tool", "content": "c"}], "roles must alternate"),
-    "Cohere": (COHERE, [ASKED, {"role": "tool", "content": None}], "UndefinedError"),
+    "Gemma, tool": (GEMMA, [ASKED, {"role": "tool", "content": "error"}], "roles must alternate"),
+    "Cohere": (COHERE, [ASKED, {"role": "user", "content": None}], "UndefinedError"),
 }
 
 

@@ -224,7 +224,7 @@ def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
         ("qwen2_5", "<|im_start|>assistant\n"),
         ("qwen3", "<|im_start|>assistant\n"),
         ("llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
-        ("nemotron_3_nano", "<|im_start|>assistant\n<think>\n"),  # a finished turn is written unlike an opened one
+        ("nemotron_3_nano", "<|im_start|>assistant\n<think>"),  # a finished turn closes the opened thought at once
         ("llama3_training", "<|start_header_id|>assistant<|end_header_id|>\n\n"),  # leaves tool calls out
     ],
 )
@@ -233,7 +233,8 @@ def test_the_chat_templates_of_real_models(template: str, opening: str) -> None:
     (span,) = hinted_spans(tau_bench_states(DATA / "tau_bench.jsonl"), templates, tokenizer)
     action = tokenizer.decode(span.student_ids[-span.length :])
     assert span.student_ids[-span.length :] == span.teacher_ids[-span.length :]
-    assert '"update_reservation_flights"' in action and "gift_card_4643416" in action
+    assert "update_reservation_flights" in action and "gift_card_4643416" in action
+    assert action.startswith("</think>") == opening.endswith("<think>")
     student, teacher = (str(tokenizer.decode(ids[: -span.length])) for ids in (span.student_ids, span.teacher_ids))
     assert student.endswith(opening) and teacher.endswith(opening)
     assert teacher.startswith(student.removesuffix(opening)) and teacher.count("is against the rules") == 1

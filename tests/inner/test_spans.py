@@ -107,10 +107,35 @@ def test_a_splicer_reads_the_template_or_says_why_it_cannot() -> None:
     write = HintSplicer(lambda messages, opened: told.append(messages[-1]["content"]) or render(messages, opened))
     write.hint_ids("half \ud800")
     assert "half ?" in told  # no tokenizer takes half a character
-    with pytest.raises(InnerError, match="does not open an assistant turn"):
-        HintSplicer(lambda messages, opened: render(messages, False))
-    with pytest.raises(InnerError, match="takes no message between"):
+    with pytest.raises(InnerError, match=r"takes no hint between a message and the assistant's turn[.]"):
         HintSplicer(lambda messages, opened: [len(messages), *render(messages[:1], opened)])
+    with pytest.raises(InnerError, match=r"takes no hint .* \(KeyError: 'tools'\)[.] Use another"):
+        HintSplicer(lambda messages, opened: {}["tools"])
+
+
+def test_a_hint_is_spliced_under_templates_that_open_no_turn_and_let_roles_alternate() -> None:
+    """Before: refused. Mistral's, Gemma's, Phi-3's and Command R's are like this, 35 of 193 real templates."""
+    marks = {"user": [1], "assistant": [2]}
+
+    def mistral(messages: list[dict[str, Any]], opened: bool) -> list[int]:
+        if [m["role"] for m in messages] != ["user", "assistant", "user"][: len(messages)]:
+            raise ValueError("roles must alternate")
+        return [0] + [i for m in messages for i in (*marks[m["role"]], len(m["content"]), 9)]
+
+    splice = HintSplicer(mistral)
+    assert (splice.opening, splice.role) == ([], "user")
+    assert splice([0, 1, 1, 9], "use b", [7, 8, 9]) == [0, 1, 1, 9, 1, 5, 9, 7, 8, 9]
+
+    def phi(messages: list[dict[str, Any]], opened: bool) -> list[int]:  # a closed chat ends with 5
+        return [i for m in messages for i in (len(m["role"]), len(m["content"]))] + ([2] if opened else [5])
+
+    assert HintSplicer(phi)([4, 1, 2], "use b", [7]) == [4, 1, 6, 5, 2, 7]
+
+
+def test_a_hint_stands_before_the_part_of_the_opening_that_the_context_has() -> None:
+    assert splice_hint([1, 2, 3, 4], [9], [3, 4, 5], [7]) == [1, 2, 9, 3, 4, 7]
+    assert splice_hint([1, 2, 3, 4, 5], [9], [3, 4, 5], [7]) == [1, 2, 9, 3, 4, 5, 7]
+    assert splice_hint([1, 2], [9], [3, 4, 5], [7]) == [1, 2, 9, 3, 4, 5, 7]
 
 
 def test_prompt_order_is_a_permutation_per_epoch_and_pure() -> None:

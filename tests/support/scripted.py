@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import add_response_schema
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from inner.channels.spans import context_and_action
+from inner.channels.turn_ids import context_and_actions
 from inner.replay.actions import action_text
 from inner.worlds.toolworld import tiny_llama
 
@@ -122,7 +122,7 @@ def call_ids(tokenizer: Any, name: str) -> list[int]:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, add_generation_prompt=opened)
 
     call = {"function": {"name": name, "arguments": {"a": 1, "b": 2}}}
-    _, ids = context_and_action(
-        {"state_messages": questions(1)[0]["prompt"]}, action_text({"tool_calls": [call]}), render, tokenizer
+    _, (ids,) = context_and_actions(
+        {"state_messages": questions(1)[0]["prompt"]}, [action_text({"tool_calls": [call]})], render, tokenizer
     )
     return ids[: ids.index(tokenizer.eos_token_id) + 1]
