@@ -95,6 +95,24 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path, kind: s
         read(path, DataSettings())
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"id": 1, "query": "2 + 2?", "text": "t"}, r'inner\.data\.columns = \{query = "prompt"\}\.$'),
+        ({"id": 1, "query": ""}, r"\{question = \"prompt\"\}\. It has the columns 'id', 'query'\.$"),
+        (
+            {"conversations": [{"from": "human", "value": "2 + 2?"}]},
+            'as ShareGPT writes them.*before the answer to learn as ."prompt"',
+        ),
+    ],
+    ids=["named", "no question", "sharegpt"],
+)
+def test_a_row_without_a_prompt_is_told_which_column_it_may_be(tmp_path: Path, row: Any, words: str) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InnerError, match=words):
+        read(tmp_path / "train.jsonl", DataSettings())
+
+
 @pytest.mark.parametrize("end", ["\n", " \n", "\t\n \n", "   "])
 @pytest.mark.parametrize("columns", ["prompt", "prompt,answer"])
 def test_a_line_of_spaces_is_no_row(tmp_path: Path, columns: str, end: str) -> None:
