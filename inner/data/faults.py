@@ -75,8 +75,8 @@ def missing_prompt(row: Any) -> str:
         first = columns[likely][0]
         if isinstance(first, Mapping) and {"from", "value"} <= set(first):
             return (
-                f'{likely} has turns as ShareGPT writes them. Write the turns before the answer to learn as {{"prompt": '
-                '[{"role": "user", "content": "…"}]}'
+                f"{likely} has turns as ShareGPT writes them. Write those before the answer to learn as "
+                '{"prompt": [{"role": "user", "content": "…"}]}'
             )
     example = likely or "question"
     found = ", ".join(map(repr, columns)) if columns and likely is None else ""
