@@ -40,6 +40,11 @@ NO_TOOLS = (
     " The run has tools or an environment. Give a model whose chat template has tools, such as Qwen/Qwen3-0.6B, or "
     "take tools and environment out of the run."
 )
+CALL_HINTS = {
+    "not support tool calling": NO_TOOLS,
+    "Unrecognized chat template": " It writes calls in a form that neither TRL nor this project reads. Give the "
+    "tokenizer a `response_template` and save it into the model's folder, or take another model for tools.",
+}
 Spelling = str | list[str] | None
 
 
@@ -84,7 +89,7 @@ def check_start(
     except InnerError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
-        hint = NO_TOOLS if "not support tool calling" in str(error) else ""
+        hint = next((words for seen, words in CALL_HINTS.items() if seen in str(error)), "")
         raise InnerError(
             f"no replica can start: a model in the shape of {config.model} raised {type(error).__name__}: {error}{hint}"
         ) from error

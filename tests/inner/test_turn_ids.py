@@ -2,41 +2,22 @@
 
 import json
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trl
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from inner.channels.spans import HintSplicer
 from inner.channels.turn_ids import context_and_actions, renderer
 from inner.errors import InnerError
 from inner.replay.actions import action_text
+from tests.support.chat_templates import TEMPLATES, tokenizer_of
 
-TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-MARKS = re.compile(r"<[|｜/]?[^<>\s'\"{}%()]{2,60}?[|｜]?>|\[/?[A-Z_]{3,30}\]")
 ASKED = {"role": "user", "content": "What is 7 + 5?"}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 CALLED = [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 TOLD = [*CALLED, {"role": "tool", "name": "weather", "content": "sunny"}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
-
-
-@lru_cache(maxsize=2)
-def tokenizer_of(template: str) -> Any:
-    """One token per byte, and one for each mark that the template writes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    marks = [AddedToken(mark, special="think" not in mark) for mark in sorted(set(MARKS.findall(template)))]
-    core.add_tokens(marks)
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def written(template: str, messages: Any, *actions: str, tools: Any = None) -> tuple[str, list[str]]:
