@@ -58,6 +58,8 @@ class GenerationTrainer(LeanToolLoop):
         engine_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("tools") or kwargs.get("environment_factory"):
+            _set_call_form(kwargs.get("processing_class"))
         with engine_instead(engine_dtype):
             super().__init__(*args, **kwargs)
         sample_as_asked(self.accelerator.unwrap_model(self.model))
@@ -275,3 +277,12 @@ def engine_instead(dtype: str | None) -> Iterator[None]:
         yield
     finally:
         module.VLLMGeneration = made
+
+
+def _set_call_form(tokenizer: Any) -> None:
+    """Let TRL read the model's tool calls, if its tokenizer does not say how."""
+    if tokenizer is None or any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
+        return
+    from inner.rollouts.call_forms import set_call_form
+
+    set_call_form(tokenizer)

@@ -111,9 +111,6 @@ def _cut(record: logging.LogRecord) -> bool:
     return True
 
 
-CALL_FORMS = ("response_template", "response_schema")  # a tokenizer has one of them if TRL can read its tool calls
-
-
 class GrpoLoop:
     """The InnerLoop of loop = "grpo"."""
 
@@ -172,18 +169,13 @@ class GrpoLoop:
             arguments.use_vllm = False
             arguments.beta = 0.0  # else TRL loads a reference model from the disk
         kind, channels = self._trainer_kind(task)
-        factory = self._factory(task)
-        if factory is not None and not any(getattr(tokenizer, name, None) for name in CALL_FORMS):
-            from inner.rollouts.call_forms import set_call_form
-
-            set_call_form(tokenizer)
         trainer = kind(
             model=model,
             reward_funcs=task.rewards,
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""] * len(task.rows)}),
             processing_class=tokenizer,
-            environment_factory=factory,
+            environment_factory=self._factory(task),
             objective=config.grpo.objective if self._has_weights else None,
             **channels,
             data_seed=seeds.data,

@@ -30,7 +30,12 @@ from inner.channels.turn_ids import context_and_actions
 from inner.replay.actions import action_text
 from inner.worlds.toolworld import tiny_llama
 
-ENDS = {"qwen3": "<|im_end|>", "llama3_1": "<|eot_id|>"}
+ENDS = {  # the last two: with another text, so TRL does not know them; Granite's have marks of their own
+    "qwen3": "<|im_end|>",
+    "llama3_1": "<|eot_id|>",
+    "qwen3 of another text": "<|im_end|>",
+    "qwen2_5 with other marks": "<|end|>",
+}
 LENGTH = 240  # tokens of a completion at most
 POSITIONS = 2048
 
@@ -60,8 +65,13 @@ def real_tokenizer(template: str) -> PreTrainedTokenizerFast:
         tokenizer_object=core, eos_token=ENDS[template], pad_token="<pad>", padding_side="left",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text()
-    return add_response_schema(tokenizer)
+    name, changed, _ = template.partition(" ")
+    text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    if not changed:
+        tokenizer.chat_template = text
+        return add_response_schema(tokenizer)
+    tokenizer.chat_template = text.replace("<|im_end|>", ENDS[template]) + "{# ours #}"
+    return tokenizer
 
 
 def scripted_folder(folder: Path, template: str) -> Path:
