@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from inner.replay.actions import Message, action_key
 from inner.replay.commands import Key, key_of
+from inner.replay.preferences import as_pair
 from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
 from inner.replay.untrusted import lone_surrogate, unfit_text
@@ -159,7 +160,8 @@ def count_votes(
 
 
 def load_pairs(path: str | Path) -> list[DPOPair]:
-    """Load the pairs that `save_pairs` wrote. A line that is not a pair is left out, and a TraceWarning names it."""
+    """Load pairs (of `save_pairs`, or of TRL's preference format). A line that is not a pair is left out, and a
+    TraceWarning names it."""
     return read_lines(path, lambda row, number: [checked_pair(row)])
 
 
@@ -189,9 +191,10 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_pair(row: Any) -> DPOPair:
-    """Return the row if it is a usable pair; else raise ValueError, which names the fault."""
+    """Return the row, or one of TRL's preference format, as a pair.   Raises ValueError, which names the fault."""
     if not isinstance(row, dict):
         raise ValueError(f"a pair must be an object, this is a {type(row).__name__}")
+    row = as_pair(row)
     checked_messages(row.get("state_messages"))
     for key in ("state_id", "chosen", "rejected"):
         if not isinstance(row.get(key), str) or not row[key].strip():
@@ -202,7 +205,7 @@ def checked_pair(row: Any) -> DPOPair:
         raise ValueError("rejected or the messages have a lone surrogate, which no tokenizer takes")
     if action_key(row["chosen"]) == action_key(row["rejected"]):
         raise ValueError("chosen and rejected are the same action")
-    return row  # pyright: ignore[reportReturnType]
+    return cast(DPOPair, row)
 
 
 def _votes_by_state(

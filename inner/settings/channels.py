@@ -135,7 +135,7 @@ class ReplaySettings(Table):
     weight_end: float | None = setting(
         None, "β after `schedule.weight_steps` committed outer steps; if not set, β is constant.", least=0
     )
-    pairs: str | None = setting(None, "The .jsonl file of preference pairs (`save_pairs` writes it).")
+    pairs: str | None = setting(None, "The .jsonl file of pairs: of `save_pairs`, or TRL's prompt, chosen, rejected.")
     variant: str = setting(
         "dpo", '"dpo" against θ₀, with anchors below, or "simpo" without a reference.', one_of=DPO_VARIANTS
     )

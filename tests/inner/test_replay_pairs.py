@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trl.data_utils import maybe_extract_prompt
 
 from inner import (
     DPOPair,
@@ -22,6 +23,7 @@ from inner import (
     save_states,
 )
 from inner.replay.actions import action_key, action_message, action_text
+from inner.replay.pairs import training_pairs
 from inner.replay.teachers import TeacherAction
 from inner.replay.wire import wire_messages
 from tests.support.examples import examples
@@ -225,6 +227,61 @@ def test_a_bad_line_is_named_and_the_rest_is_kept(line: str, why: str, tmp_path:
     file.write_text(f"{json.dumps(GOOD_PAIR)}\n\n{line}\n{json.dumps(GOOD_PAIR)}\n")
     with pytest.warns(TraceWarning, match=rf"p\.jsonl, line 3: {why}"):
         assert load_pairs(file) == [GOOD_PAIR, GOOD_PAIR]
+
+
+ASK, ONE, TWO = (
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+)
+SYSTEM = {"role": "system", "content": "s"}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, [ASK]),
+        ({"prompt": [SYSTEM, ASK], "chosen": [ONE], "rejected": [TWO]}, [SYSTEM, ASK]),
+        ({"prompt": [ASK], "chosen": ONE, "rejected": TWO}, [ASK]),
+        ({"prompt": [ASK], "chosen": "a", "rejected": "b"}, [ASK]),
+        ({"chosen": [SYSTEM, ASK, ONE], "rejected": [SYSTEM, ASK, TWO]}, [SYSTEM, ASK]),
+        ({"prompt": "q", "prompt_id": "7", "chosen": [ASK, ONE], "rejected": [ASK, TWO], "score_chosen": 9}, [ASK]),
+        ({"prompt": [ASK, ONE, ASK], "chosen": [ONE], "rejected": [TWO]}, [ASK, ONE, ASK]),
+        ({"prompt": [ASK], "chosen": [ASK, ONE], "rejected": [ASK, TWO], "tools": '[{"type": "function"}]'}, [ASK]),
+    ],
+    ids=["texts", "messages", "objects", "mixed", "implicit", "ultrafeedback", "three turns", "both"],
+)
+def test_preference_data_of_the_field_is_read(row: dict[str, Any], messages: list[Any], tmp_path: Path) -> None:
+    """Before: "there are no messages", for each dataset that TRL's DPOTrainer takes."""
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    for read in (load_pairs, training_pairs):
+        (pair,) = read(tmp_path / "p.jsonl")
+        assert (pair["state_messages"], pair["chosen"], pair["rejected"]) == (messages, "a", "b")
+        assert pair["state_id"] == row.get("prompt_id", "'q'")
+        assert pair.get("tools") == (json.loads(row["tools"]) if "tools" in row else None)
+    if "prompt" not in row:
+        assert maybe_extract_prompt(dict(row))["prompt"] == messages
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "no prompt; a pair has state_messages, chosen and rejected, or"),
+        ({"question": "q", "answer": "a"}, "no 'chosen'; a pair has .*This row has 'question', 'answer'"),
+        (
+            {"prompt": "q", "chosen": [ONE, ASK, ONE], "rejected": [TWO]},
+            "chosen must have one message .* it has: assistant, user",
+        ),
+        ({"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK]}, "rejected must have one message .* it has: none"),
+        ({"prompt": "q", "chosen": ["a"], "rejected": "b"}, "neither a text nor messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same action"),
+    ],
+    ids=["no prompt", "other columns", "more turns", "a user's turn", "no turn", "a list of texts", "equal"],
+)
+def test_other_preference_data_is_refused_with_the_form_that_is_read(
+    row: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InnerError, match=rf"p\.jsonl, line 1: .*{why}"):
+        training_pairs(tmp_path / "p.jsonl")
 
 
 def test_nothing_but_bad_lines_is_an_error(tmp_path: Path) -> None:
