@@ -2,7 +2,6 @@
 
     a folder                       save_to_disk's, or which data files are in it
     other bytes than the name says gzip, zip, Parquet, HTML, a pointer of Git LFS
-    a row without a prompt         the column that it may be
     a prompt of another kind       null, empty, a number, an object, half a character
     a chat that is answered        a warning
 
@@ -17,9 +16,6 @@ from typing import Any
 
 from inner.data.rendering import HALF
 
-LIKELY = (  # columns that hold the question in public datasets, the likeliest first
-    *("question", "problem", "query", "instruction", "problem_statement", "input", "messages", "conversations", "text"),
-)
 DATA = (".jsonl", ".json", ".csv", ".parquet")
 BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
     (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # first: skipped for a file named .parquet
@@ -65,26 +61,6 @@ def prompt_fault(row: Any) -> str:
     kind = "empty" if isinstance(prompt, str | list) else kind
     mend = "Put it into a list, [{…}]" if isinstance(prompt, dict) else "Write a text or messages there"
     return f"is {kind}. {mend}, or take the row out"
-
-
-def missing_prompt(row: Any) -> str:
-    """Return the next thing to do for a row without a `prompt`, by the columns that it has."""
-    columns = {name: value for name, value in row.items() if name} if isinstance(row, dict) else {}
-    likely = next((name for name in LIKELY if isinstance(columns.get(name), str | list) and columns[name]), None)
-    if likely is not None and isinstance(columns[likely], list):
-        first = columns[likely][0]
-        if isinstance(first, Mapping) and {"from", "value"} <= set(first):
-            return (
-                f"{likely} has turns as ShareGPT writes them. Write those before the answer to learn as "
-                '{"prompt": [{"role": "user", "content": "…"}]}'
-            )
-    example = likely or "question"
-    found = ", ".join(map(repr, columns)) if columns and likely is None else ""
-    return (
-        'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the columns of your reward; or '
-        f'name the column that is the prompt: inner.data.columns = {{{example} = "prompt"}}'
-        + (f". It has the columns {found:.300}" if found else "")
-    )
 
 
 def half_character(prompt: Any) -> str:

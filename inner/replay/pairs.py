@@ -17,8 +17,14 @@ that did X.
 Late rewards (reward_pairs): if rollouts of one bundle were in the same state, the value of an action is the mean late
 reward of the rollouts that took it; chosen has the highest value, rejected the lowest.
 
-Not promised: that `chosen` is better than `rejected`. `chosen` is the action that most teachers chose, or that had
-higher late rewards, perhaps by luck.
+TRL's preference format is read, too; `tools` and `weight` stay:
+
+    {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}                     texts: the prompt is a user's message
+    {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}       messages
+    {"chosen": [user, assistant], "rejected": [user, assistant]}             the prompt is their common beginning
+
+Not promised: sides that differ in more than one turn; that `chosen` is better than `rejected`. `chosen` is the action
+that most teachers chose, or that had higher late rewards, perhaps by luck.
 """
 
 import json
@@ -27,22 +33,25 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from inner.replay.actions import Message, action_key
+from inner.replay.actions import Message, action_key, action_text
 from inner.replay.commands import Key, key_of
-from inner.replay.preferences import as_pair
 from inner.replay.states import TraceState, TraceWarning, checked_messages, read_lines, save_lines
 from inner.replay.teachers import TeacherAction
-from inner.replay.untrusted import lone_surrogate, unfit_text
+from inner.replay.untrusted import load_json, lone_surrogate, unfit_text
 from inner.settings.inner import InnerError
 
 log = logging.getLogger(__name__)
 
 Shape = Literal["count", "weighted", "variance"]
+SIDES = ("chosen", "rejected")
+NAMES = ("state_id", "id", "prompt_id")
+FORMS = 'state_messages, chosen and rejected, or {"prompt": "…", "chosen": "…", "rejected": "…"}'
 
 
 class DPOPair(TypedDict):
@@ -206,6 +215,57 @@ def checked_pair(row: Any) -> DPOPair:
     if action_key(row["chosen"]) == action_key(row["rejected"]):
         raise ValueError("chosen and rejected are the same action")
     return cast(DPOPair, row)
+
+
+# -------------------------------------------------------------------- TRL's preference format
+
+
+def as_pair(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row in the form that `save_pairs` writes.   Raises ValueError if it has neither form."""
+    if "state_messages" in row:
+        return {**row}
+    if missing := [side for side in SIDES if side not in row]:
+        raise ValueError(f"no {missing[0]!r}; a pair has {FORMS}. This row has {', '.join(map(repr, row)):.200}")
+    sides = [_messages(row[side], "assistant") for side in SIDES]
+    before = (side[:-1] for side in sides)  # the last message is the turn
+    common = [one for one, _ in takewhile(lambda both: both[0] == both[1], zip(*before, strict=False))]
+    prompt = _prompt(row.get("prompt"), common)
+    if not prompt:
+        raise ValueError(f"no prompt; a pair has {FORMS}")
+    turns = [_only_turn(name, side[len(common) :]) for name, side in zip(SIDES, sides, strict=True)]
+    name = next((str(row[key]) for key in NAMES if row.get(key)), f"{str(prompt[-1].get('content'))!r:.40}")
+    kept = {key: row[key] for key in ("tools", "weight") if row.get(key) is not None}
+    if isinstance(kept.get("tools"), str):
+        kept["tools"] = load_json(kept["tools"])
+    pair = {"state_id": name, "state_messages": prompt, "n_teachers_agreeing": 1, **kept}
+    return pair | dict(zip(SIDES, turns, strict=True))
+
+
+def _prompt(prompt: Any, common: list[Message]) -> list[Message]:
+    """Return the messages before the turn, of the column `prompt` and of what both sides begin with."""
+    if common and not isinstance(prompt, list):
+        return common
+    before = _messages(prompt, "user") if prompt else []
+    return common if common[: len(before)] == before and common else before + common
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    found = [value] if isinstance(value, dict) else value
+    if not isinstance(found, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
+        raise ValueError(f"{value!r:.60} is neither a text nor messages with a role and a content")
+    return found
+
+
+def _only_turn(name: str, rest: list[Message]) -> str:
+    if len(rest) != 1 or rest[0]["role"] != "assistant":
+        roles = ", ".join(str(message["role"]) for message in rest) or "none"
+        raise ValueError(f"{name} must have one message of the assistant after the prompt; it has: {roles}")
+    return action_text(rest[0])
+
+
+# -------------------------------------------------------------------- votes
 
 
 def _votes_by_state(

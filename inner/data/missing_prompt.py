@@ -1,0 +1,33 @@
+"""Say what to do with a row without a prompt, by the columns that it has.
+
+    {"id": 7, "query": "2 + 2?"}    ─▶  inner.data.columns = {query = "prompt"}
+
+Not promised: the right column; it is the likeliest by its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+LIKELY = (  # columns that hold the question in public datasets, the likeliest first
+    *("question", "problem", "query", "instruction", "problem_statement", "input", "messages", "conversations", "text"),
+)
+
+
+def missing_prompt(row: Any) -> str:
+    """Return the next thing to do for a row without a `prompt`, by the columns that it has."""
+    columns = {name: value for name, value in row.items() if name} if isinstance(row, dict) else {}
+    likely = next((name for name in LIKELY if isinstance(columns.get(name), str | list) and columns[name]), None)
+    if likely is not None and isinstance(columns[likely], list):
+        first = columns[likely][0]
+        if isinstance(first, Mapping) and {"from", "value"} <= set(first):
+            return (
+                f"{likely} has turns as ShareGPT writes them. Write those before the answer to learn as "
+                '{"prompt": [{"role": "user", "content": "…"}]}'
+            )
+    example = likely or "question"
+    found = ", ".join(map(repr, columns)) if columns and likely is None else ""
+    return (
+        'Write {"prompt": "…"} or {"prompt": [{"role": "user", "content": "…"}]}, plus the columns of your reward; or '
+        f'name the column that is the prompt: inner.data.columns = {{{example} = "prompt"}}'
+        + (f". It has the columns {found:.300}" if found else "")
+    )
