@@ -70,7 +70,7 @@ def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
 
     types = {ours: type_hint(properties[theirs], schema) for ours, theirs in names.items()}
     described = [
-        f"    {ours}: {_describe_argument(theirs, _resolve_reference(properties[theirs], schema))}"
+        f"    {ours}: {_describe_argument(theirs, resolve_reference(properties[theirs], schema))}"
         for ours, theirs in names.items()
     ]
     method.__name__ = method.__qualname__ = name or tool["name"]
@@ -94,7 +94,7 @@ def _hint_at(spec: Schema, root: Schema, depth: int, known: dict[tuple[str, int]
         return Any
     key = json.dumps(spec, sort_keys=True, default=str), depth
     if key not in known:
-        known[key] = _new_hint(_resolve_reference(spec, root), lambda part: _hint_at(part, root, depth + 1, known))
+        known[key] = _new_hint(resolve_reference(spec, root), lambda part: _hint_at(part, root, depth + 1, known))
     return known[key]
 
 
@@ -124,7 +124,7 @@ def _union(hints: Sequence[Any]) -> Any:
     return Union[tuple(hints)] if hints else Any  # noqa: UP007  pyright: ignore[reportInvalidTypeArguments]
 
 
-def _resolve_reference(spec: Schema, root: Schema) -> Schema:
+def resolve_reference(spec: Schema, root: Schema) -> Schema:
     """Return the schema that `{"$ref": "#/$defs/Point"}` names, with the keys beside "$ref"."""
     for _ in range(DEEPEST):
         path = spec.get("$ref")
