@@ -15,10 +15,12 @@ import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
 from inner.extras.openenv.action_tools import action_tools
-from inner.extras.openenv.client import openenv_environment
+from inner.extras.openenv.client import GONE, openenv_environment
+from inner.extras.openenv.mcp_tools import tool_methods
 from inner.extras.openenv.observations import observation_text
 from inner.extras.openenv.wire import server_urls
 from inner.settings.inner import InnerError
+from inner.usercode.attempts import AtMostWorst
 from inner.usercode.userfiles import tool_names
 from tests.inner.test_openenv import Answer, Typed, observation_reply, serve_openenv
 
@@ -162,6 +164,47 @@ def test_a_server_with_neither_tools_nor_a_schema_is_said(action: Any) -> None:
         pytest.raises(InnerError, match=r"lists no tools.*no schema .* at /schema. Write a class on .*OpenEnv"),
     ):
         openenv_environment(url)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"error": "Invalid request"}, {"status": "ok", "reward": 1.0}, {"type": "observation"}]
+)
+def test_a_websocket_with_messages_of_its_own_is_said(odd: dict[str, Any]) -> None:
+    """Three public servers have a protocol of their own at /ws. Before, their resets were empty, their rewards 0."""
+    with serve_openenv(lambda _: odd) as url:
+        with pytest.raises(InnerError, match=r"not an OpenEnv server's answer: it has no data"):
+            openenv_environment(url)
+        with pytest.raises(InnerError, match=r"not an OpenEnv server's answer: it has no data"):
+            type("E", (Typed,), {"_url": url, "_patience_s": 0.0})().reset()
+
+
+def test_a_schema_that_is_named_within_an_argument_stands_in_its_description() -> None:
+    """`Call | None`, a model that may be missing. Before, the model read a reference to nothing."""
+    call = {"properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/Other"}}}
+    action = {
+        "$defs": {"Call": call, "Other": {"properties": {"call": {"$ref": "#/$defs/Call"}}}, "Unused": {}},
+        "properties": {"call": {"anyOf": [{"$ref": "#/$defs/Call"}, {"type": "null"}], "default": None}},
+    }
+    methods = tool_methods(action_tools(action), taken=())
+    schema = get_json_schema(type("E", (), methods)().step)["function"]["parameters"]
+    told = schema["properties"]["call"]["description"].partition("JSON schema: ")[2].removesuffix(")")
+    assert json.loads(told)["$defs"] == {"Call": call, "Other": action["$defs"]["Other"]}
+
+
+def test_an_action_that_ends_its_session_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """openenv 0.10 ends the session if a validator of the action raises ValueError: it cannot send the error."""
+    told = {"message": "Unable to serialize unknown type: <class 'ValueError'>", "code": "SESSION_ERROR"}
+
+    def answer(message: dict[str, Any]) -> Any:
+        return observation_reply(text="go") if message["type"] != "step" else {"type": "error", "data": told}
+
+    with serve_openenv(answer) as url:
+        environment: Any = type("E", (Typed,), {"_url": url})()
+        for _ in range(2):
+            environment.reset()
+            assert environment.add(1, 2) == GONE and isinstance(environment.get_reward(), AtMostWorst)
+    said = capsys.readouterr().err
+    assert said.count("ended its session") == 1 and "(SESSION_ERROR)" in said and "PydanticCustomError" in said
 
 
 # what a server says

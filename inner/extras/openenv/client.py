@@ -45,11 +45,21 @@ from inner.errors import InnerError
 from inner.extras.openenv.action_tools import action_tools, calls_tools
 from inner.extras.openenv.mcp_tools import tool_methods
 from inner.extras.openenv.observations import failure_of, observation_text
-from inner.extras.openenv.wire import ServerFull, exchange_message, next_step, open_socket, read_schema, server_urls
+from inner.extras.openenv.wire import (
+    ServerFull,
+    exchange_message,
+    lost_words,
+    next_step,
+    open_socket,
+    read_schema,
+    server_urls,
+)
 from inner.replay.actions import Message
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 _SERVERS = count()  # deals sessions to the servers in turn
+_TOLD: set[str] = set()  # lines of the log that stand there once
+MOST_TOLD = 20
 _OPEN: "WeakSet[OpenEnv]" = WeakSet()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
@@ -150,10 +160,12 @@ class OpenEnv:
         was_open = self._socket is not None and self._socket.state.name == "OPEN"
         try:
             reply = self._send_request("step", action)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             if self._sites is sites:  # else this call outlived inner.sampling.tool_timeout_s and its episode
                 self._lose_session()
                 self._broke = was_open and self._answers_at_once()
+                if self._broke:
+                    self._tell(f"a call of {tool} at {self._address()} ended its session: {lost_words(error)}")
             return GONE
         if self._sites is not sites:
             return GONE
@@ -167,6 +179,11 @@ class OpenEnv:
         if failure["error_kind"] == "transport_error":  # the student did not cause this error
             return failure["error"]
         raise ToolFailed(failure)
+
+    def _tell(self, text: str) -> None:
+        if text not in _TOLD and len(_TOLD) < MOST_TOLD:
+            _TOLD.add(text)
+            print(text, file=sys.stderr, flush=True)
 
     def _lose_session(self) -> str:
         self._lost = True

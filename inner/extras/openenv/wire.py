@@ -49,7 +49,9 @@ def exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, tim
         with suppress(WebSocketException):  # if the server has hung up, we read the reason below
             socket.send(json.dumps(message))
         answer = load_json(socket.recv(timeout=timeout_s))
-        reply = checked_object(checked_object(answer, "").get("data"), "data")
+        if "data" not in checked_object(answer, ""):
+            raise ValueError(f"not an OpenEnv server's answer: it has no data, but is {str(answer)[:200]!r}")
+        reply = checked_object(answer["data"], "data")
         observation = checked_object(reply.get("observation"), "observation")
         for owner in (reply, observation):
             checked_object(owner.get("metadata"), "metadata")
@@ -128,6 +130,17 @@ def next_step(error: Exception, url: str) -> str:
             "create_app of openenv-core >= 0.2: over HTTP alone, all rollouts would share one episode."
         )
     return f"Start it, or set {URL_ENV}."
+
+
+def lost_words(error: Exception) -> str:
+    """Return why a call lost its session, what its rollout is worth, and what the server's author can do."""
+    text = f"{error or type(error).__name__}. Its rollout counts as the worst of its group at most."
+    if "Unable to serialize unknown type" not in text:
+        return text
+    return (
+        f"{text} A validator of the action's class refused the action, and openenv cannot send the ValueError: raise "
+        "pydantic_core.PydanticCustomError there, then the model reads why."
+    )
 
 
 def server_urls(given: str | Sequence[str] | None) -> list[str]:
