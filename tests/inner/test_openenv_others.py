@@ -5,6 +5,7 @@ We ran the servers of public repositories (docs/internals/log.md, 2026-11-30). E
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
@@ -230,7 +231,7 @@ def test_screens_and_images_do_not_fill_the_context() -> None:
     assert observation_text({"seen": {"png": picture, "url": "a.png"}}) == (
         '{"seen": {"png": "<an image, 5011 characters>", "url": "a.png"}}'
     )
-    board = {"board": [[0] * 60] * 60, "gene": "ACGT" * 1000}
+    board = {"board": [[0] * 45] * 45, "gene": "ACGT" * 1000}
     assert json.loads(observation_text(board)) == board
 
 
@@ -294,9 +295,9 @@ def test_copies_of_a_server_with_one_session_serve_a_batch(monkeypatch: pytest.M
     stray = made()
     with pytest.raises(InnerError, match=r"1/1.*CAPACITY_REACHED.*max_concurrent_envs.*copies of it"):
         stray.reset()
-    assert naps == []  # nothing here gives a session up, so a wait would not end
-    batch[1]._close()
-    stray._patience_s, stray._sleep = 20.0, staticmethod(naps.append)
+    assert len(naps) == 1  # nothing here gives a session up, so a wait would not end
+    batch[1]._busy = True  # as in a call that lasts, and then gives its session up
+    stray._sleep = lambda _: (batch[1]._close(), time.sleep(0.2))
     assert stray.reset() == "\ngo"
     for environment in [*batch, stray]:
         environment._close()
@@ -316,7 +317,13 @@ class OverHttpAlone(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self.send_error(403)
+        if self.path.startswith("/old"):
+            self.send_response(307)
+            self.send_header("Location", "https://new.example/ws")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self.send_error(403)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -331,6 +338,8 @@ def test_a_server_without_a_websocket_is_said() -> None:
         openenv_environment(url)
     with pytest.raises(InnerError, match=r"Check the address \(without /web\)"):
         openenv_environment(f"{url}/web")
+    with pytest.raises(InnerError, match=r"redirects to https://new.example/ws. Give the address .* without /ws"):
+        openenv_environment(f"{url}/old")
     server.shutdown()
 
 

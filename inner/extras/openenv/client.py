@@ -33,6 +33,7 @@ Not promised: to blame a call that stops the whole server; a session that surviv
 without /ws, which have one episode for all.
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -108,7 +109,7 @@ class OpenEnv:
 
     def __init__(self) -> None:
         self._socket: Any = None
-        self._server = next(_SERVERS)
+        self._server, self._busy = next(_SERVERS), False
         self._begin_episode()
 
     def reset(self, **row: Any) -> str | None:
@@ -125,7 +126,7 @@ class OpenEnv:
         if self._done:
             raise InnerError(
                 f"the environment at {self._address()} ended the episode at its `reset`, which was given the row's "
-                f"columns {sorted(given)}, and said: {text[:500] or 'nothing'}. Correct it there."
+                f"columns {sorted(given)}, and said: {text[:2000] or 'nothing'}. Correct it there."
             )
         return f"\n{text}" if text else None
 
@@ -261,9 +262,13 @@ class OpenEnv:
 
     def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         """Send a request, return its answer. OSError or EOFError: the connection cannot be used any more."""
-        if self._socket is None:
-            self._open(self._timeout_s)
-        return exchange_message(self._socket, kind, data, self._timeout_s)
+        self._busy = True
+        try:
+            if self._socket is None:
+                self._open(self._timeout_s)
+            return exchange_message(self._socket, kind, data, self._timeout_s)
+        finally:
+            self._busy = False
 
     def _open(self, timeout_s: float) -> None:
         self._socket = open_socket(self._address(), self._headers, timeout_s)
@@ -283,9 +288,11 @@ class OpenEnv:
             except (OSError, EOFError) as error:
                 self._close()
                 tries, full = tries + 1, full + 1 if self._holds_all(error) else 0
+                if full == 1:
+                    gc.collect()  # sessions of a former trainer
                 waited += self._timeout_s if isinstance(error, TimeoutError) else 0.0
                 trouble = self._unreachable(error, waited)
-                if waited >= self._patience_s or full >= servers:
+                if waited >= self._patience_s or full > servers:
                     raise InnerError(trouble) from error
                 if pause == FIRST_PAUSE_S and tries % servers == 0:  # the first failure may be an old connection
                     print(f"{trouble} Waiting up to {self._patience_s:g} s.", file=sys.stderr, flush=True)
@@ -297,9 +304,9 @@ class OpenEnv:
             pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
     def _holds_all(self, error: Exception) -> bool:
-        """Return whether this process holds every session of a full server: then a wait would not end."""
+        """Return whether idle sessions of this process fill the server: no wait ends that."""
         address = self._address()
-        held = sum(one._socket is not None and one._address() == address for one in list(_OPEN))
+        held = sum(one._socket is not None and not one._busy and one._address() == address for one in list(_OPEN))
         return isinstance(error, ServerFull) and 0 < error.sessions <= held
 
     def _unreachable(self, error: Exception, waited: float) -> str:
@@ -369,7 +376,8 @@ def openenv_environment(
         ) from error
     if base is _Acting:
         settings["_fixed"] = {tool["name"]: tool["fixed"] for tool in tools}
-    return type(name, (base,), {**settings, "__doc__": f"The tools of {where}.", **methods})
+    made: Any = type(name, (base,), {**settings, "__doc__": f"The tools of {where}.", **methods})
+    return made
 
 
 def _find_tools(probe: OpenEnv) -> tuple[list[Any], type[OpenEnv]]:

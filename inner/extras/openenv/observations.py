@@ -23,7 +23,7 @@ _TEXTS = ("text", "message", "result", "output", "content")  # fields whose valu
 _ASIDE = ("metadata", "done", "reward", "tool_name")  # fields that the model does not read
 _FACTS = ("error_kind", "hint_template_key", "t", "status")  # of the metadata: for the trainer, not for the model
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # not 0 and False, which say something
-MOST_NUMBERS = 4096  # of one field: a model reads no more of a screen
+MOST_NUMBERS = 2048  # of one field: a model reads no more of a screen
 _IMAGE = re.compile(r"data:(image|audio|video)/|iVBORw0KGgo|/9j/|R0lGOD|UklGR")  # the last four: PNG, JPEG, GIF, WebP
 
 

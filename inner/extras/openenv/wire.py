@@ -88,7 +88,7 @@ def open_socket(url: str, headers: Mapping[str, str] | None, timeout_s: float) -
         from websockets.sync.client import connect
     except ModuleNotFoundError as missing:
         raise ImportError("OpenEnv needs websockets: pip install 'serverless-diloco[openenv]'") from missing
-    from websockets.exceptions import InvalidStatus, WebSocketException
+    from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
     try:
         return connect(
@@ -101,6 +101,8 @@ def open_socket(url: str, headers: Mapping[str, str] | None, timeout_s: float) -
     except InvalidStatus as error:
         status = error.response.status_code
         raise NoWebSocket(f"HTTP {status} at /ws, where an OpenEnv server opens a session", status) from error
+    except InvalidURI as error:
+        raise NoWebSocket(f"it redirects to {error.uri}", 307) from error
     except WebSocketException as error:
         raise EOFError(str(error)) from error
 
@@ -129,6 +131,8 @@ def next_step(error: Exception, url: str) -> str:
             f"Check the address{without}; a private server needs `headers`. If it is right, serve the environment with "
             "create_app of openenv-core >= 0.2: over HTTP alone, all rollouts would share one episode."
         )
+    if isinstance(error, NoWebSocket) and error.status < 400:
+        return "Give the address to which it redirects, without /ws."
     return f"Start it, or set {URL_ENV}."
 
 
