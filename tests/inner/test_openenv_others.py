@@ -231,8 +231,16 @@ def test_screens_and_images_do_not_fill_the_context() -> None:
     assert observation_text({"seen": {"png": picture, "url": "a.png"}}) == (
         '{"seen": {"png": "<an image, 5011 characters>", "url": "a.png"}}'
     )
+    told = {"content": [{"type": "text", "text": "done"}, {"type": "image", "data": picture}], "data": None}
+    assert observation_text({"tool_name": "plot", "result": told}) == "done\n<an image, 5011 characters>"
     board = {"board": [[0] * 45] * 45, "gene": "ACGT" * 1000}
     assert json.loads(observation_text(board)) == board
+
+
+def test_a_result_beside_other_fields_hides_none_of_them() -> None:
+    """Only an MCP tool's observation has nothing but its result."""
+    seen = {"result": {"data": [1]}, "stdout": "3", "error": "", "metadata": {}}
+    assert json.loads(observation_text(seen)) == {"result": {"data": [1]}, "stdout": "3"}
 
 
 def test_an_episode_that_ends_at_its_reset_is_said() -> None:

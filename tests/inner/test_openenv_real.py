@@ -388,7 +388,8 @@ def test_an_mcp_server_with_its_own_class_of_calls(servers: dict[str, str], caps
     """openenv 0.10 reads list_tools for its own classes alone, and a ValueError of a validator ends the session."""
     environment: Any = openenv_environment(servers["own"])()
     assert environment.reset(mode="asks") == '\n{"question": "How much?"}'
-    assert getattr(environment, GOOD)(a=1, b=2) == "3" and environment.get_reward() == 0.0
+    assert getattr(environment, GOOD)(a=1, b=2) == "3"
+    assert environment.get_reward() == 0.5  # without the 0.25 of the reset
     assert environment._call("refused") == GONE and isinstance(environment.get_reward(), AtMostWorst)
     assert "PydanticCustomError" in capsys.readouterr().err
     with pytest.raises(InnerError, match="ended the episode at its `reset`"):

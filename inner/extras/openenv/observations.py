@@ -56,12 +56,12 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     """Return an observation's text: an MCP tool's result, else all of it as JSON, or only the text of a lone field.
 
     If it has only metadata, these are its text: openenv's own class of an observation has no other field for one."""
-    result = observation.get("result")
-    if isinstance(result, Mapping) and ("content" in result or "data" in result):
+    result, aside = observation.get("result"), _ASIDE
+    others = [value for name, value in observation.items() if name not in (*_ASIDE, "result", "error")]
+    if isinstance(result, Mapping) and ("content" in result or "data" in result) and all(o in _EMPTY for o in others):
         content = result["content"] if isinstance(result.get("content"), list) else []
-        parts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+        parts = [text for part in content if isinstance(part, Mapping) and (text := _part_text(part)) is not None]
         return "\n".join(parts) if parts else str(result.get("data", ""))
-    aside = _ASIDE
     if not observation.keys() - {"metadata", "done", "reward"}:
         observation, aside = observation.get("metadata") or {}, _FACTS
     told = {name: value for name, value in observation.items() if name not in aside and value not in _EMPTY}
@@ -69,6 +69,14 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     if len(told) == 1 and name in _TEXTS and isinstance(value, str | int | float):
         return str(value)
     return json.dumps(_readable(told), ensure_ascii=False) if told else ""
+
+
+def _part_text(part: Mapping[str, Any]) -> str | None:
+    """Return a text of an MCP tool's result, or a note in place of an image; None for other parts."""
+    if isinstance(part.get("text"), str):
+        return part["text"]
+    data = part.get("data")
+    return f"<an {part.get('type')}, {len(data)} characters>" if isinstance(data, str) else None
 
 
 def _readable(value: Any) -> Any:
