@@ -4,6 +4,7 @@ We ran the servers of public repositories (docs/internals/log.md, 2026-11-30). E
 """
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from inner.extras.openenv.action_tools import action_tools
 from inner.extras.openenv.client import GONE, openenv_environment
 from inner.extras.openenv.mcp_tools import tool_methods
 from inner.extras.openenv.observations import observation_text
-from inner.extras.openenv.wire import server_urls
+from inner.extras.openenv.wire import next_step, server_urls
 from inner.settings.inner import InnerError
 from inner.usercode.attempts import AtMostWorst
 from inner.usercode.userfiles import tool_names
@@ -213,7 +214,7 @@ def test_an_action_that_ends_its_session_is_told_once(capsys: pytest.CaptureFixt
 
 def test_an_observation_that_has_only_metadata_tells_them() -> None:
     """The question of OpenEnv's finqa_env: its class of an observation has no field, so it goes into the metadata."""
-    asked = {"metadata": {"question": "How much?", "company": "acme", "history": [], "status": "ready"}}
+    asked = {"metadata": {"question": "How much?", "company": "acme", "history": []}}
     assert observation_text(asked) == '{"question": "How much?", "company": "acme"}'
     assert observation_text({"metadata": {"message": "go", "error_kind": "x", "t": 3}}) == "go"
     assert (
@@ -233,7 +234,7 @@ def test_screens_and_images_do_not_fill_the_context() -> None:
     )
     told = {"content": [{"type": "text", "text": "done"}, {"type": "image", "data": picture}], "data": None}
     assert observation_text({"tool_name": "plot", "result": told}) == "done\n<an image, 5011 characters>"
-    board = {"board": [[0] * 45] * 45, "gene": "ACGT" * 1000}
+    board = {"board": [[0] * 45] * 45, "prices": [["A", 1.5, 2]] * 2000, "gene": "ACGT" * 1000}
     assert json.loads(observation_text(board)) == board
 
 
@@ -349,6 +350,10 @@ def test_a_server_without_a_websocket_is_said() -> None:
     with pytest.raises(InnerError, match=r"redirects to https://new.example/ws. Give the address .* without /ws"):
         openenv_environment(f"{url}/old")
     server.shutdown()
+
+
+def test_a_certificate_is_not_a_server_that_does_not_run() -> None:
+    assert "SSL_CERT_FILE" in next_step(ssl.SSLCertVerificationError(1, "self-signed certificate"), "https://a")
 
 
 def test_the_forms_of_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

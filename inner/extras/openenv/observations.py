@@ -11,7 +11,7 @@ Not promised: images for the model.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 # OpenEnv's names of errors (mcp_types.ToolErrorType) -> our names; other names stay. execution_error is too general (a
@@ -21,7 +21,7 @@ KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
 _MISFIT = re.compile(r"\d+ validation errors? for call\[")
 _TEXTS = ("text", "message", "result", "output", "content")  # fields whose value alone is an observation's text
 _ASIDE = ("metadata", "done", "reward", "tool_name")  # fields that the model does not read
-_FACTS = ("error_kind", "hint_template_key", "t", "status")  # of the metadata: for the trainer, not for the model
+_FACTS = ("error_kind", "hint_template_key", "t")  # of the metadata: for the trainer, not for the model
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # not 0 and False, which say something
 MOST_NUMBERS = 2048  # of one field: a model reads no more of a screen
 _IMAGE = re.compile(r"data:(image|audio|video)/|iVBORw0KGgo|/9j/|R0lGOD|UklGR")  # the last four: PNG, JPEG, GIF, WebP
@@ -87,12 +87,15 @@ def _readable(value: Any) -> Any:
         return f"<an image, {len(value)} characters>"
     if not isinstance(value, list):
         return value
-    many = _count_numbers(value)
-    return f"<{many} numbers>" if many > MOST_NUMBERS else [_readable(one) for one in value]
+    leaves = list(_leaves(value))
+    is_screen = len(leaves) > MOST_NUMBERS and all(isinstance(leaf, int | float) for leaf in leaves)
+    return f"<{len(leaves)} numbers>" if is_screen else [_readable(one) for one in value]
 
 
-def _count_numbers(value: Any) -> int:
-    """Return how many numbers a list of lists has."""
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what a list of lists has in it."""
     if isinstance(value, list):
-        return sum(map(_count_numbers, value))
-    return isinstance(value, int | float)
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value

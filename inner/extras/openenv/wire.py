@@ -10,12 +10,12 @@ Not promised: servers whose /reset and /step over HTTP are all that they have: t
 import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from inner.errors import InnerError
 from inner.replay.untrusted import load_json
@@ -95,7 +95,7 @@ def open_socket(url: str, headers: Mapping[str, str] | None, timeout_s: float) -
             f"ws{url.removeprefix('http')}/ws",
             open_timeout=timeout_s,
             max_size=MOST_MESSAGE,
-            proxy=None if is_near(url) else True,
+            proxy=True if goes_by_proxy(url) else None,
             additional_headers=headers,
         ).__enter__()
     except InvalidStatus as error:
@@ -109,8 +109,10 @@ def open_socket(url: str, headers: Mapping[str, str] | None, timeout_s: float) -
 
 def read_schema(url: str, headers: Mapping[str, str] | None, timeout_s: float) -> dict[str, Any]:
     """Return the JSON schema of the server's action; {} if the server has none.   Raises OSError."""
-    request = urllib.request.Request(f"{url}/schema", headers=dict(headers or {}))
-    opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_near(url))
+    request = urllib.request.Request(f"{url}/schema")
+    for name, value in (headers or {}).items():
+        request.add_unredirected_header(name, value)  # no other host gets them
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler(None if goes_by_proxy(url) else {}))
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             return checked_object(checked_object(load_json(answer.read(MOST_MESSAGE)), "").get("action"), "action")
@@ -133,6 +135,8 @@ def next_step(error: Exception, url: str) -> str:
         )
     if isinstance(error, NoWebSocket) and error.status < 400:
         return "Give the address to which it redirects, without /ws."
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "Name its authority's certificates in SSL_CERT_FILE."
     return f"Start it, or set {URL_ENV}."
 
 
@@ -166,6 +170,6 @@ def _server_url(given: str) -> str:
     return url
 
 
-def is_near(url: str) -> bool:
-    """Return whether the URL names this machine, which no proxy serves."""
-    return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+def goes_by_proxy(url: str) -> bool:
+    """Return whether the environment's proxy serves the URL: http:// is this machine or a cluster's network."""
+    return url.startswith("https://")
