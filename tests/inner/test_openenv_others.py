@@ -339,7 +339,7 @@ class OverHttpAlone(BaseHTTPRequestHandler):
 
 
 def test_a_server_without_a_websocket_is_said() -> None:
-    """Ten of fourteen servers of public repositories have /reset and /step over HTTP, and one episode for all."""
+    """Six of 45 public servers have /reset and /step over HTTP alone, and one episode for all."""
     server = HTTPServer(("127.0.0.1", 0), OverHttpAlone)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"

@@ -20,6 +20,7 @@
     reward      _reward_is = "sum"     each observation has the reward of its step (OpenEnv's own meaning), or 0 or
                                        None until the end (a delayed reward): the rewards are added
                              "last"    each observation has the total so far: the last observation counts
+                                       The reset's own reward does not count: no action earned it
                 None                   the session was lost, or the episode ended and the server gave no reward
                 0.0                    the episode has not ended, and there was no reward so far
                 AtMostWorst            a call lost the session, but a new session works at once: the call caused it.
@@ -39,6 +40,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
+from threading import Lock
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -61,7 +63,8 @@ from inner.usercode.attempts import LARGEST, AtMostWorst
 _SERVERS = count()  # deals sessions to the servers in turn
 _TOLD: set[str] = set()  # lines of the log that stand there once
 MOST_TOLD = 20
-_OPEN: "WeakSet[OpenEnv]" = WeakSet()
+_OPEN: "WeakSet[OpenEnv]" = WeakSet()  # sessions of this process, maybe in several threads
+_OPENING = Lock()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
@@ -272,7 +275,8 @@ class OpenEnv:
 
     def _open(self, timeout_s: float) -> None:
         self._socket = open_socket(self._address(), self._headers, timeout_s)
-        _OPEN.add(self)
+        with _OPENING:
+            _OPEN.add(self)
 
     def _address(self) -> str:
         urls = server_urls(self._url)
@@ -306,7 +310,9 @@ class OpenEnv:
     def _holds_all(self, error: Exception) -> bool:
         """Return whether idle sessions of this process fill the server: no wait ends that."""
         address = self._address()
-        held = sum(one._socket is not None and not one._busy and one._address() == address for one in list(_OPEN))
+        with _OPENING:
+            others = list(_OPEN)
+        held = sum(one._socket is not None and not one._busy and one._address() == address for one in others)
         return isinstance(error, ServerFull) and 0 < error.sessions <= held
 
     def _unreachable(self, error: Exception, waited: float) -> str:
