@@ -178,7 +178,7 @@ test-backends: test-openenv
 
 # the tests run in .venv, whose pandas and pillow openenv's gradio does not take; its servers and clients run in its own
 test-openenv: $(OPENENV)/.installed
-	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/inner/test_openenv.py tests/inner/test_openenv_real.py tests/inner/test_deletion_server.py
+	DILOCO_OPENENV_PYTHON=$(OPENENV)/bin/python $(BIN)/python -m pytest -q tests/inner/test_openenv.py tests/inner/test_openenv_others.py tests/inner/test_openenv_real.py tests/inner/test_deletion_server.py
 
 $(OPENENV)/.installed: | install
 	$(PYTHON) -m venv $(OPENENV)

@@ -1,5 +1,6 @@
-"""The client of typed_server.py: a class on OpenEnv with a method per tool, as TRL expects it.
+"""The client of typed_server.py with a tool of its own: a class on OpenEnv with a method per tool, as TRL expects it.
 
+Without the class, `Guessing = openenv_environment()` makes a tool `step(value)` from the server's schema.
 OPENENV_URL is the server's address. In run.toml: environment = "typed_environment.py:Guessing"; rows with `secret`.
 """
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
-from inner.extras.openenv.client import GONE, OVER, OpenEnv, openenv_environment
+from inner.extras.openenv.client import GONE, OVER, openenv_environment
 from inner.rollouts.at_once.environments import methods_at_once
 from inner.rollouts.at_once.lanes import Lanes
 from inner.rollouts.at_once.tools import ToolsAtOnce
@@ -99,7 +99,7 @@ def sessions_end_with_their_test() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, str]]:
     """tests/support/openenv_server.py: {"world": URL, "odd": URL, …}"""
-    ports = {name: free_port() for name in ("world", "odd", "one", "idle", "waits")}
+    ports = {name: free_port() for name in ("world", "odd", "one", "idle", "own", "waits")}
     given = [f"{name}={port}" for name, port in ports.items()]
     with running("tests/support/openenv_server.py", GOOD, BAD, *given, ports=tuple(ports.values())):
         yield {name: address(port) for name, port in ports.items()}
@@ -141,36 +141,16 @@ def test_their_template_server_and_our_client(tmp_path: Path, capsys: pytest.Cap
     subprocess.run(made, env=bin_only, capture_output=True, check=True, timeout=200)
     port = free_port()
     with running("-m", "server.app", "--port", str(port), ports=(port,), cwd=tmp_path / "echo_env"):
-        with pytest.raises(InnerError, match="lists no tools"):
-            openenv_environment(address(port))
-
-        class Echo(OpenEnv):
-            _url = address(port)
-
-            def say(self, message: str) -> str:
-                """Say it.
-
-                Args:
-                    message: what
-                """
-                return self._call("say", message=message)
-
-            def _action(self, tool: str, arguments: Any) -> dict[str, Any]:
-                return dict(arguments)
-
-            def _read_action(self, action: Any) -> tuple[str, dict[str, Any]]:
-                return "say", dict(action)
-
-        environment: Any = Echo()
+        environment: Any = openenv_environment(address(port))()
         assert "ready!" in environment.reset()
-        assert json.loads(environment.say("häß 😀"))["echoed_message"] == "häß 😀"
+        assert json.loads(environment.step(message="häß 😀"))["echoed_message"] == "häß 😀"
         assert environment.get_reward() == pytest.approx(0.5)
-        assert failure_in(environment.say, ["a list"])["error_kind"] == "bad_arguments"
+        assert failure_in(environment.step, message=["a list"])["error_kind"] == "bad_arguments"
         assert environment._server_history() is None and len(environment._messages_before(2)) == 3
         second = patient(address(port), [])
         with pytest.raises(InnerError, match=r"1/1 sessions.*max_concurrent_envs"):
             second.reset()
-        assert "Waiting up to" in capsys.readouterr().err
+        assert "Waiting up to" not in capsys.readouterr().err  # this process holds the session
         environment._close()
         assert second.reset() is not None
 
@@ -349,6 +329,7 @@ def test_sessions_have_a_limit_and_come_back(servers: dict[str, str]) -> None:
 
     second._sleep = release
     first.reset()
+    first._busy = True  # as in a call that lasts
     assert second.reset() is None and len(naps) >= 3
     assert getattr(second, GOOD)(a=1, b=1) == "2"
 
@@ -384,6 +365,35 @@ def test_a_server_that_restarts_in_the_middle_of_an_episode(capsys: pytest.Captu
         again.kill()
         again.wait()
     assert "gives no session" in capsys.readouterr().err
+
+
+# servers that others write
+
+
+def test_a_typed_server_gets_a_tool_from_its_own_schema(guessing: str) -> None:
+    environment: Any = openenv_environment(guessing)()
+    assert tool_names(type(environment)) == ["step"]
+    assert get_json_schema(environment.step)["function"]["parameters"]["required"] == ["value"]
+    environment.reset(secret=5)
+    assert environment.step(value=3) == "higher" and failure_in(environment.step, value=33)["error_kind"]
+    assert failure_in(environment.step, value="x")["error"].startswith("value: Input should be a valid integer")
+    assert environment._messages_before(2)[1]["tool_calls"][0]["function"] == {
+        "name": "step",
+        "arguments": {"value": 3},
+    }
+    assert environment.step(value=5) == "right" and environment.get_reward() == pytest.approx(1 / 3)
+
+
+def test_an_mcp_server_with_its_own_class_of_calls(servers: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """openenv 0.10 reads list_tools for its own classes alone, and a ValueError of a validator ends the session."""
+    environment: Any = openenv_environment(servers["own"])()
+    assert environment.reset(mode="asks") == '\n{"question": "How much?"}'
+    assert getattr(environment, GOOD)(a=1, b=2) == "3"
+    assert environment.get_reward() == 0.5  # without the 0.25 of the reset
+    assert environment._call("refused") == GONE and isinstance(environment.get_reward(), AtMostWorst)
+    assert "PydanticCustomError" in capsys.readouterr().err
+    with pytest.raises(InnerError, match="ended the episode at its `reset`"):
+        environment.reset(mode="over")
 
 
 # TRL's loop

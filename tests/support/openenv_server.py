@@ -5,6 +5,7 @@ python tests/support/openenv_server.py GOOD BAD world=PORT odd=PORT one=PORT idl
     world   20 sessions      GOOD(a, b) = a + b      BAD(a, b) always fails: "BAD is not allowed today"
     one     the same, one session
     idle    the same, sessions that are let go after a second without a message
+    own     as world, with a subclass of CallToolAction, which refuses the tool `refused` by a ValueError
     waits   as world, 64 sessions; each call takes a second, and `most` tells how many were in it at once
     odd     tools with names and schemas of every kind
 
@@ -12,6 +13,7 @@ python tests/support/openenv_server.py GOOD BAD world=PORT odd=PORT one=PORT idl
                     none      the same, None instead of 0.0
                     steps     0.5 for each success, no end          total   the same as a running total
                     never     no reward, no end                     broken  reset raises
+                    asks      the question is in the metadata       over    the episode ends at its reset
     metadata of a failure: error_kind, hint_template_key; State.history for replay
 """
 
@@ -27,7 +29,7 @@ from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import ConcurrencyConfig, Observation, State
 from openenv.core.rubrics import ExponentialDiscountingTrajectoryRubric
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 GOOD, BAD = sys.argv[1:3]
 PORTS = {name: int(port) for name, port in (given.split("=") for given in sys.argv[3:])}
@@ -147,7 +149,8 @@ class World(MCPEnvironment):
         self._reset_rubric()
         self._state = Remembered(episode_id=str(given))
         self._mode, self._total = mode, 0.0
-        return self._remember(None, Observation())
+        question = {"question": "How much?"} if mode == "asks" else {}
+        return self._remember(None, Observation(metadata=question, reward=0.25, done=mode == "over"))
 
     def _step_impl(self, action: Any, timeout_s: float | None = None, **_: Any) -> Observation:
         raise ValueError("only tools here")
@@ -178,6 +181,15 @@ class World(MCPEnvironment):
         return seen
 
 
+class OwnCall(CallToolAction):
+    @field_validator("tool_name")
+    @classmethod
+    def check_name(cls, name: str) -> str:
+        if name == "refused":
+            raise ValueError("refused")
+        return name
+
+
 class Waits(World):
     at_once = most = 0
 
@@ -201,6 +213,7 @@ LIMITS = {
     "world": (World, ConcurrencyConfig(max_concurrent_envs=20)),
     "one": (World, ConcurrencyConfig(max_concurrent_envs=1)),
     "idle": (World, ConcurrencyConfig(max_concurrent_envs=2, session_timeout=1.0)),
+    "own": (World, ConcurrencyConfig(max_concurrent_envs=20)),
     "waits": (Waits, ConcurrencyConfig(max_concurrent_envs=65)),
     "odd": (Odd, ConcurrencyConfig(max_concurrent_envs=4)),
 }
@@ -210,8 +223,9 @@ async def serve() -> None:
     servers = []
     for name, port in PORTS.items():
         environment, limit = LIMITS[name]
+        action = OwnCall if name == "own" else CallToolAction
         app = create_fastapi_app(
-            environment, CallToolAction, CallToolObservation, concurrency_config=limit, state_cls=Remembered
+            environment, action, CallToolObservation, concurrency_config=limit, state_cls=Remembered
         )
         servers.append(uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")))
     await asyncio.gather(*(server.serve() for server in servers))

@@ -1,10 +1,11 @@
 """An OpenEnv server as an environment for TRL: one session per rollout; public methods are the tools.
 
-    Calc = openenv_environment("http://127.0.0.1:8000")          an MCP server: the tools that it describes
-    class Calc(OpenEnv):                                         any other server: a method per tool
-        _url = "http://127.0.0.1:8000"
+    Calc = openenv_environment("http://127.0.0.1:8000")     the MCP tools that the server describes; without MCP, a tool
+                                                            per kind of action, mostly one: `step`
+    class Calc(OpenEnv):                                    tools of your own: types and a docstring with Args, as TRL
+        _url = "http://127.0.0.1:8000"                      requires
         def add(self, a: int, b: int) -> str:
-            ...                                              types and a docstring with Args, as TRL requires
+            ...
             return self._call("add", a=a, b=b)
 
     reset(**row) ──▶ {"type": "reset"} ─┐                            ┌─▶ text, after the last user message
@@ -19,6 +20,7 @@
     reward      _reward_is = "sum"     each observation has the reward of its step (OpenEnv's own meaning), or 0 or
                                        None until the end (a delayed reward): the rewards are added
                              "last"    each observation has the total so far: the last observation counts
+                                       The reset's own reward does not count: no action earned it
                 None                   the session was lost, or the episode ended and the server gave no reward
                 0.0                    the episode has not ended, and there was no reward so far
                 AtMostWorst            a call lost the session, but a new session works at once: the call caused it.
@@ -28,40 +30,45 @@
 If a server restarts or is full, the next reset waits up to `_patience_s` seconds. This module needs `websockets`, not
 `openenv`: OpenEnv 0.10 requires older pandas and pillow than packages used with TRL.
 
-Not promised: to blame a call that stops the whole server; a session that survives its connection; more than one
-environment server per class; images.
+Not promised: to blame a call that stops the whole server; a session that survives its connection; images; servers
+without /ws, which have one episode for all.
 """
 
-import json
-import os
-import re
+import gc
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
+from threading import Lock
 from typing import Any, Literal
+from weakref import WeakSet
 
 from inner.errors import InnerError
+from inner.extras.openenv.action_tools import action_tools, calls_tools
 from inner.extras.openenv.mcp_tools import tool_methods
+from inner.extras.openenv.observations import failure_of, observation_text
+from inner.extras.openenv.wire import (
+    ServerFull,
+    exchange_message,
+    lost_words,
+    next_step,
+    open_socket,
+    read_schema,
+    server_urls,
+)
 from inner.replay.actions import Message
-from inner.replay.untrusted import load_json
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
-URL_ENV = "OPENENV_URL"
-# OpenEnv's names of errors (mcp_types.ToolErrorType) -> our names; other names stay. execution_error is too general (a
-# wrong type also gives it), so the hint reads the error's text.
-KINDS = {"tool_not_found": "unknown_tool", "invalid_args": "bad_arguments"}
-# fastmcp's text for arguments that do not fit; OpenEnv 0.10 reports them as execution_error or invalid_args
-_MISFIT = re.compile(r"\d+ validation errors? for call\[")
-_NO_SESSION = ("CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR")  # the server hangs up after these errors
+_SERVERS = count()  # deals sessions to the servers in turn
+_TOLD: set[str] = set()  # lines of the log that stand there once
+MOST_TOLD = 20
+_OPEN: "WeakSet[OpenEnv]" = WeakSet()  # sessions of this process, maybe in several threads
+_OPENING = Lock()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
 AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost one
-MOST_MESSAGE = 16 << 20  # bytes, unpacked: half a megabyte can unpack to 500 megabytes
-_TEXTS = ("text", "message", "result", "output", "content")  # fields whose value alone is an observation's text
-_ASIDE = ("metadata", "done", "reward", "tool_name")  # fields that the model does not read
-_EMPTY: tuple[Any, ...] = (None, "", [], {})  # not 0 and False, which say something
 
 
 class ToolFailed(Exception):
@@ -95,7 +102,8 @@ class _ErrorText(str):
 class OpenEnv:
     """One session. All names but tools, reset and get_reward begin with _: TRL uses public methods as tools."""
 
-    _url: str | None = None
+    _url: str | Sequence[str] | None = None  # several: copies of one server, for servers with few sessions
+    _headers: Mapping[str, str] | None = None  # of each connection, such as {"Authorization": "Bearer …"}
     _timeout_s: float = 60.0  # seconds to wait for one answer
     _patience_s: float = 60.0  # longest wait of a reset for a server that restarts or is full
     _reward_is: Literal["sum", "last"] = "sum"
@@ -104,6 +112,7 @@ class OpenEnv:
 
     def __init__(self) -> None:
         self._socket: Any = None
+        self._server, self._busy = next(_SERVERS), False
         self._begin_episode()
 
     def reset(self, **row: Any) -> str | None:
@@ -113,10 +122,15 @@ class OpenEnv:
         reply = self._send_patiently("reset", given)
         if "refused" in reply:
             raise InnerError(
-                f"the environment at {_server_url(self._url)} could not begin an episode: {reply['refused']}. Its "
+                f"the environment at {self._address()} could not begin an episode: {reply['refused']}. Its "
                 f"`reset` was given the row's columns {sorted(given)}. Correct it there, or rename the column."
             )
         text = self._record_observation(None, reply)
+        if self._done:
+            raise InnerError(
+                f"the environment at {self._address()} ended the episode at its `reset`, which was given the row's "
+                f"columns {sorted(given)}, and said: {text[:2000] or 'nothing'}. Correct it there."
+            )
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
@@ -150,10 +164,12 @@ class OpenEnv:
         was_open = self._socket is not None and self._socket.state.name == "OPEN"
         try:
             reply = self._send_request("step", action)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             if self._sites is sites:  # else this call outlived inner.sampling.tool_timeout_s and its episode
                 self._lose_session()
                 self._broke = was_open and self._answers_at_once()
+                if self._broke:
+                    self._tell(f"a call of {tool} at {self._address()} ended its session: {lost_words(error)}")
             return GONE
         if self._sites is not sites:
             return GONE
@@ -168,6 +184,11 @@ class OpenEnv:
             return failure["error"]
         raise ToolFailed(failure)
 
+    def _tell(self, text: str) -> None:
+        if text not in _TOLD and len(_TOLD) < MOST_TOLD:
+            _TOLD.add(text)
+            print(text, file=sys.stderr, flush=True)
+
     def _lose_session(self) -> str:
         self._lost = True
         self._close()
@@ -177,9 +198,9 @@ class OpenEnv:
         """Whether the server answers a new session (kept for the next reset), or reports that it is full."""
         within = min(self._timeout_s, AT_ONCE_S)
         try:
-            self._socket = _open_socket(self._url, within)
+            self._open(within)
             for kind, data in (("reset", {}), ("state", None)):
-                _exchange_message(self._socket, kind, data, within)
+                exchange_message(self._socket, kind, data, within)
         except (OSError, EOFError) as error:
             self._close()
             return "CAPACITY_REACHED" in str(error)
@@ -190,7 +211,7 @@ class OpenEnv:
         failure = failure_of(reply, self._tools)
         self._observed_steps.append((action, text if failure is None else str(failure)))
         reward = reply.get("reward")
-        if isinstance(reward, int | float) and -LARGEST <= reward <= LARGEST:
+        if action is not None and isinstance(reward, int | float) and -LARGEST <= reward <= LARGEST:
             self._rewards.append(reward)
         self._done = bool(reply.get("done"))
         return text
@@ -244,33 +265,60 @@ class OpenEnv:
 
     def _send_request(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
         """Send a request, return its answer. OSError or EOFError: the connection cannot be used any more."""
-        self._socket = self._socket or _open_socket(self._url, self._timeout_s)
-        return _exchange_message(self._socket, kind, data, self._timeout_s)
+        self._busy = True
+        try:
+            if self._socket is None:
+                self._open(self._timeout_s)
+            return exchange_message(self._socket, kind, data, self._timeout_s)
+        finally:
+            self._busy = False
+
+    def _open(self, timeout_s: float) -> None:
+        self._socket = open_socket(self._address(), self._headers, timeout_s)
+        with _OPENING:
+            _OPEN.add(self)
+
+    def _address(self) -> str:
+        urls = server_urls(self._url)
+        return urls[self._server % len(urls)]
 
     def _send_patiently(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Repeat `_send_request` while the server restarts, is full, or has ended an idle session."""
-        pause, waited = 0.0, 0.0
+        pause, waited, tries, full = 0.0, 0.0, 0, 0
+        servers = len(server_urls(self._url))
         while True:
             try:
                 return self._send_request(kind, data)
             except (OSError, EOFError) as error:
                 self._close()
+                tries, full = tries + 1, full + 1 if self._holds_all(error) else 0
+                if full == 1:
+                    gc.collect()  # sessions of a former trainer
                 waited += self._timeout_s if isinstance(error, TimeoutError) else 0.0
                 trouble = self._unreachable(error, waited)
-                if waited >= self._patience_s:
+                if waited >= self._patience_s or full > servers:
                     raise InnerError(trouble) from error
-                if pause == FIRST_PAUSE_S:  # the second failure: the first may have been an old connection
+                if pause == FIRST_PAUSE_S and tries % servers == 0:  # the first failure may be an old connection
                     print(f"{trouble} Waiting up to {self._patience_s:g} s.", file=sys.stderr, flush=True)
+            self._server += 1
+            if tries % servers:
+                continue
             self._sleep(pause)
             waited += pause
             pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
 
+    def _holds_all(self, error: Exception) -> bool:
+        """Return whether idle sessions of this process fill the server: no wait ends that."""
+        address = self._address()
+        with _OPENING:
+            others = list(_OPEN)
+        held = sum(one._socket is not None and not one._busy and one._address() == address for one in others)
+        return isinstance(error, ServerFull) and 0 < error.sessions <= held
+
     def _unreachable(self, error: Exception, waited: float) -> str:
         long = f" for {waited:.0f} s" if waited else ""
-        return (
-            f"the environment at {_server_url(self._url)} gives no session{long}: {error or type(error).__name__}. "
-            f"Start it, or set {URL_ENV}; it needs a session per rollout of every replica (max_concurrent_envs)."
-        )
+        step = next_step(error, self._address())
+        return f"the environment at {self._address()} gives no session{long}: {error or type(error).__name__}. {step}"
 
     def _close(self) -> None:
         if self._socket is not None:
@@ -283,141 +331,77 @@ class OpenEnv:
             self._close()
 
 
+class _Acting(OpenEnv):
+    """A session of a server without MCP tools: a tool call is an action."""
+
+    _fixed: Mapping[str, Mapping[str, Any]] = {}  # tool -> the fields of its action that the model does not give
+
+    def _action(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._fixed[tool], **arguments}
+
+    def _read_action(self, action: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        fits = [t for t, fixed in self._fixed.items() if all(action.get(k) == value for k, value in fixed.items())]
+        tool = max(fits or self._fixed, key=lambda one: len(self._fixed[one]))
+        aside = ("metadata", *self._fixed[tool])
+        return tool, {name: value for name, value in action.items() if name not in aside}
+
+
 def openenv_environment(
-    url: str | None = None,
+    url: str | Sequence[str] | None = None,
     name: str = "OpenEnvironment",
     *,
     reward_is: Literal["sum", "last"] = "sum",
     timeout_s: float = OpenEnv._timeout_s,
+    headers: Mapping[str, str] | None = None,
 ) -> type[OpenEnv]:
-    """Return a class with a method per tool of the MCP server at `url` (default: the value of OPENENV_URL).
+    """Return a class with a method per MCP tool of the server at `url` (default: the value of OPENENV_URL).
 
-    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer"""
+    A server without MCP tools gets a method per kind of action, mostly one: `step`.
+    url         several: copies of one server, each with a part of the sessions
+    reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer
+    headers     of each connection, such as {"Authorization": "Bearer …"}"""
     if reward_is not in ("sum", "last"):
         raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
-    settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s}
+    settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s, "_headers": headers}
     probe = type(name, (OpenEnv,), settings)()
+    where = probe._address()
     try:
-        tools = (probe._send_request("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
+        tools, base = _find_tools(probe)
     except (OSError, EOFError) as error:
-        raise InnerError(
-            f"no OpenEnv server answers at {_server_url(url)}: {error}. Start it, or set {URL_ENV}."
-        ) from error
+        step = next_step(error, where)
+        raise InnerError(f"no OpenEnv server answers at {where}: {error or type(error).__name__}. {step}") from error
     finally:
         probe._close()
-    if not tools:
-        raise InnerError(
-            f"the server at {_server_url(url)} lists no tools, so it is not an MCP environment. Write a class on "
-            "inner.extras.openenv.client.OpenEnv with a method per tool."
-        )
     try:
         methods = tool_methods(tools, taken=dir(OpenEnv))
         settings["_tools"] = frozenset(tool["name"] for tool in tools)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise InnerError(
-            f"the server at {_server_url(url)} lists tools that are not MCP tools ({error!r:.200}). "
+            f"the server at {where} lists tools that are not MCP tools ({error!r:.200}). "
             "Correct the list on the server."
         ) from error
-    return type(name, (OpenEnv,), {**settings, "__doc__": f"The tools of {_server_url(url)}.", **methods})
+    if base is _Acting:
+        settings["_fixed"] = {tool["name"]: tool["fixed"] for tool in tools}
+    made: Any = type(name, (base,), {**settings, "__doc__": f"The tools of {where}.", **methods})
+    return made
 
 
-def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[str, Any] | None:
-    """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
-
-    A call failed if its metadata have an error_kind, if an MCP tool reports an error, or if the server refused it.
-    tools: names of the server's tools.  A failure of one of these is never reported as an unknown tool."""
-    observation = reply.get("observation") or {}
-    metadata = reply.get("metadata") or observation.get("metadata") or {}
-    error = observation.get("error")
-    result = observation.get("result")
-    broken = isinstance(result, Mapping) and (result.get("is_error") or result.get("isError"))
-    kind = metadata.get("error_kind") or (error.get("error_type") if isinstance(error, Mapping) else None)
-    if not kind and not broken and "refused" not in reply:
-        return None
-    text = reply.get("refused") or (error.get("message") if isinstance(error, Mapping) else error)
-    text = str(text or metadata.get("error") or observation_text(observation) or kind)
-    kind = str(kind or ("bad_arguments" if "refused" in reply else "execution_error"))
-    if kind == "tool_not_found" and observation.get("tool_name") in tools:
-        kind = "execution_error"  # OpenEnv 0.10 calls any text with "not found" tool_not_found
-    if kind == "execution_error" and _MISFIT.match(text):
-        kind = "invalid_args"
-    failure = {"error": text, "error_kind": KINDS.get(kind, kind)}
-    hinted = metadata.get("hint_template_key")
-    return {**failure, "hint_template_key": hinted} if hinted else failure
-
-
-def observation_text(observation: Mapping[str, Any]) -> str:
-    """Return an observation's text: an MCP tool's result, else all of it as JSON, or only the text of a lone field."""
-    result = observation.get("result")
-    if isinstance(result, Mapping) and ("content" in result or "data" in result):
-        content = result["content"] if isinstance(result.get("content"), list) else []
-        parts = [p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
-        return "\n".join(parts) if parts else str(result.get("data", ""))
-    told = {name: value for name, value in observation.items() if name not in _ASIDE and value not in _EMPTY}
-    name, value = next(iter(told.items()), ("", None))
-    if len(told) == 1 and name in _TEXTS and isinstance(value, str | int | float):
-        return str(value)
-    return json.dumps(told, ensure_ascii=False) if told else ""
-
-
-def _exchange_message(socket: Any, kind: str, data: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-    from websockets.exceptions import WebSocketException
-
-    message = {"type": kind} if data is None else {"type": kind, "data": data}
-    try:
-        with suppress(WebSocketException):  # if the server has hung up, we read the reason below
-            socket.send(json.dumps(message))
-        answer = load_json(socket.recv(timeout=timeout_s))
-        reply = _checked_object(_checked_object(answer, "").get("data"), "data")
-        observation = _checked_object(reply.get("observation"), "observation")
-        for owner in (reply, observation):
-            _checked_object(owner.get("metadata"), "metadata")
-    except (WebSocketException, ValueError) as error:
-        raise EOFError(str(error)) from error
-    return reply if answer.get("type") != "error" else _read_refusal(reply)
-
-
-def _checked_object(value: Any, name: str) -> dict[str, Any]:
-    """Return the object; {} for a missing one that has a name.   Raises ValueError for other values."""
-    if isinstance(value, dict) or (name and value is None):
-        return value or {}
-    raise ValueError(f"not an OpenEnv server's answer: {name or 'it'} is not an object, but {str(value)[:80]!r}")
-
-
-def _read_refusal(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the server's error as a reply: a wrong action or a broken tool. EOFError if it ends the session."""
-    code = reply.get("code")
-    text = str(reply.get("message") or "no reason given")
-    if code in _NO_SESSION:
-        raise EOFError(f"{text} ({code})")
-    details = reply.get("errors")
-    if isinstance(details, list) and all(isinstance(e, Mapping) for e in details) and details:
-        text = "; ".join(f"{'.'.join(map(str, e.get('loc') or ()))}: {e.get('msg')}" for e in details)
-    kind = "bad_arguments" if code == "VALIDATION_ERROR" else "exception"
-    return {"refused": text, "observation": {}, "metadata": {"error_kind": kind}}
-
-
-def _open_socket(url: str | None, timeout_s: float) -> Any:
-    try:
-        from websockets.sync.client import connect
-    except ModuleNotFoundError as missing:
-        raise ImportError("OpenEnv needs websockets: pip install 'serverless-diloco[openenv]'") from missing
-    from websockets.exceptions import WebSocketException
-
-    try:
-        address = f"ws{_server_url(url).removeprefix('http')}/ws"
-        return connect(address, open_timeout=timeout_s, max_size=MOST_MESSAGE, proxy=None).__enter__()
-    except WebSocketException as error:
-        raise EOFError(str(error)) from error
-
-
-def _server_url(url: str | None) -> str:
-    found = url or os.environ.get(URL_ENV)
-    if not found:
-        raise InnerError(f"no URL of an OpenEnv server was given. Pass `url`, or set {URL_ENV}=http://host:port.")
-    if not found.startswith(("http://", "https://")):
-        raise InnerError(f"{found!r} is not a URL of an OpenEnv server: it must start with http:// or https://.")
-    return found.rstrip("/")
+def _find_tools(probe: OpenEnv) -> tuple[list[Any], type[OpenEnv]]:
+    """Return the server's tools, and the class of their session. OSError or EOFError: the server does not answer."""
+    listed = (probe._send_request("step", {"type": "list_tools"}).get("observation") or {}).get("tools")
+    if listed:
+        return listed, OpenEnv
+    action = read_schema(probe._address(), probe._headers, probe._timeout_s)
+    if calls_tools(action):  # an MCP server with a class of its own for calls
+        told = probe._send_request("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}).get("result")
+        if listed := isinstance(told, Mapping) and told.get("tools"):
+            return listed, OpenEnv
+    if action:
+        return action_tools(action), _Acting
+    raise InnerError(
+        f"the server at {probe._address()} lists no tools, so it is not an MCP environment, and has no schema "
+        "of its action at /schema. Write a class on inner.extras.openenv.client.OpenEnv with a method per tool."
+    )
 
 
 def _is_json(value: Any) -> bool:

@@ -11,7 +11,7 @@
     enum, const                              Literal
     anyOf, oneOf, one allOf, $ref            unions; the schema that $ref names
     array of X, object of X                  list[X], dict[str, X]
-    object with properties                   dict; the schema itself, in the argument's description
+    object with properties                   dict; the schema itself, with those it names, in the argument's description
     all others                               Any
 
 TRL makes a schema from the hints (transformers' `get_json_schema`), and the server gets the arguments under its own
@@ -34,6 +34,7 @@ DEEPEST = 8  # at most so many levels of a schema to read, because a recursive s
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
 }  # fmt: skip
+_REFERENCE = re.compile(r'"\$ref": "#/\$defs/([^"/]+)"')
 _SECTION = re.compile(r"\b(Args|Returns|Raises|(?i:choices)):")  # transformers gives these words a meaning
 
 
@@ -70,7 +71,7 @@ def tool_method(tool: Schema, name: str | None = None) -> Callable[..., Any]:
 
     types = {ours: type_hint(properties[theirs], schema) for ours, theirs in names.items()}
     described = [
-        f"    {ours}: {_describe_argument(theirs, _resolve_reference(properties[theirs], schema))}"
+        f"    {ours}: {_describe_argument(theirs, resolve_reference(properties[theirs], schema), schema)}"
         for ours, theirs in names.items()
     ]
     method.__name__ = method.__qualname__ = name or tool["name"]
@@ -94,7 +95,7 @@ def _hint_at(spec: Schema, root: Schema, depth: int, known: dict[tuple[str, int]
         return Any
     key = json.dumps(spec, sort_keys=True, default=str), depth
     if key not in known:
-        known[key] = _new_hint(_resolve_reference(spec, root), lambda part: _hint_at(part, root, depth + 1, known))
+        known[key] = _new_hint(resolve_reference(spec, root), lambda part: _hint_at(part, root, depth + 1, known))
     return known[key]
 
 
@@ -124,7 +125,7 @@ def _union(hints: Sequence[Any]) -> Any:
     return Union[tuple(hints)] if hints else Any  # noqa: UP007  pyright: ignore[reportInvalidTypeArguments]
 
 
-def _resolve_reference(spec: Schema, root: Schema) -> Schema:
+def resolve_reference(spec: Schema, root: Schema) -> Schema:
     """Return the schema that `{"$ref": "#/$defs/Point"}` names, with the keys beside "$ref"."""
     for _ in range(DEEPEST):
         path = spec.get("$ref")
@@ -149,20 +150,36 @@ def _argument_names(properties: Schema) -> dict[str, str]:
     return names
 
 
-def _describe_argument(name: str, spec: Schema) -> str:
+def _describe_argument(name: str, spec: Schema, root: Schema) -> str:
     """Describe an argument in one line: transformers' parser reads a new line "word:" as the next argument."""
     text = " ".join(str(spec.get("description") or spec.get("title") or name).split())
     text += f" (default {json.dumps(spec['default'], ensure_ascii=False, default=str)})" if spec.get("default") else ""
-    nested = _nested_schema(spec)
+    nested = _nested_schema(spec, root)
     return _without_sections(f"{text} (JSON schema: {json.dumps(nested, ensure_ascii=False)})" if nested else text)
 
 
-def _nested_schema(spec: Schema) -> Schema | None:
+def _nested_schema(spec: Schema, root: Schema) -> Schema | None:
     """Return the schema without its own description, if type hints cannot express it; else None."""
     text = json.dumps(spec, default=str)
     if '"properties"' not in text and '"$ref"' not in text:
         return None
-    return {key: value for key, value in spec.items() if key not in ("description", "title", "default")}
+    named = _named_schemas(text, root.get("$defs") or {})
+    return {
+        **{key: value for key, value in spec.items() if key not in ("description", "title", "default")},
+        **({"$defs": named} if named else {}),
+    }
+
+
+def _named_schemas(text: str, known: Schema) -> dict[str, Any]:
+    """Return {name: schema} of all that the text refers to, also through others."""
+    named: dict[str, Any] = {}
+    texts = [text]
+    while texts:
+        for name in _REFERENCE.findall(texts.pop()):
+            if name in known and name not in named:
+                named[name] = known[name]
+                texts.append(json.dumps(known[name], default=str))
+    return named
 
 
 def _without_sections(text: str) -> str:
