@@ -34,7 +34,7 @@ from tests.support.site_pages import (
 )
 
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
-NOT_IN_NAV = "internals/decisions/0"
+NOT_IN_NAV = ("internals/decisions/0", "internals/decisions/1")
 PAGES, LINES = 25, 150
 LONG = ("configuration.md", "formats.md", "benchmarks.md")  # to look things up, and what was measured
 
