@@ -2,7 +2,7 @@
 
     a folder                       save_to_disk's, or which data files are in it
     other bytes than the name says gzip, zip, Parquet, HTML, a pointer of Git LFS
-    a prompt of another kind       null, empty, a number, an object, half a character
+    half a character               which no tokenizer reads
     a chat that is answered        a warning
 
 Not promised: every format there is.
@@ -50,17 +50,6 @@ def disguise(path: Path) -> str:
     unpacked = path.with_name(path.stem if path.suffix.lower() not in DATA else f"unpacked-{path.name}")
     names, begins = (quote(str(path)), quote(str(unpacked))), BEGINS[path.suffix.lower() == ".parquet" :]
     return next((words.format(*names) for begin, words in begins if re.match(begin, start)), "")
-
-
-def prompt_fault(row: Any) -> str:
-    """Return the kind of a prompt that cannot be used, and the next thing to do; "" if the row has no `prompt`."""
-    if not isinstance(row, dict) or "prompt" not in row:
-        return ""
-    prompt = row["prompt"]
-    kind = {type(None): "null", dict: "an object", bool: "a truth value"}.get(type(prompt), f"a number ({prompt})")
-    kind = "empty" if isinstance(prompt, str | list) else kind
-    mend = "Put it into a list, [{…}]" if isinstance(prompt, dict) else "Write a text or messages there"
-    return f"is {kind}. {mend}, or take the row out"
 
 
 def half_character(prompt: Any) -> str:

@@ -1,4 +1,4 @@
-"""Say what to do with a row without a prompt, by the columns that it has.
+"""Say what to do with a row whose prompt is missing, or of another kind than a text or messages.
 
     {"id": 7, "query": "2 + 2?"}    ─▶  inner.data.columns = {query = "prompt"}
 
@@ -11,6 +11,17 @@ from typing import Any
 LIKELY = (  # columns that hold the question in public datasets, the likeliest first
     *("question", "problem", "query", "instruction", "problem_statement", "input", "messages", "conversations", "text"),
 )
+
+
+def prompt_fault(row: Any) -> str:
+    """Return the kind of a prompt that cannot be used, and the next thing to do; "" if the row has no `prompt`."""
+    if not isinstance(row, dict) or "prompt" not in row:
+        return ""
+    prompt = row["prompt"]
+    kind = {type(None): "null", dict: "an object", bool: "a truth value"}.get(type(prompt), f"a number ({prompt})")
+    kind = "empty" if isinstance(prompt, str | list) else kind
+    mend = "Put it into a list, [{…}]" if isinstance(prompt, dict) else "Write a text or messages there"
+    return f"is {kind}. {mend}, or take the row out"
 
 
 def missing_prompt(row: Any) -> str:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from inner.data.faults import disguise, folder_words, half_character, prompt_fault
+from inner.data.faults import disguise, folder_words, half_character
 from inner.data.rendering import text_of
 from inner.printable import first_line
 from inner.settings.inner import Files, InnerError
@@ -169,10 +169,10 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
 
 def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or row["prompt"] in ([], _blank(row)):
+        from inner.data.missing_prompt import missing_prompt, prompt_fault
+
         if fault := prompt_fault(row):
             raise InnerError(f"{name}: the prompt of {where} {fault}.")
-        from inner.data.missing_prompt import missing_prompt
-
         seen = json.dumps(row, ensure_ascii=False, default=str)[:80]
         raise InnerError(f"{name}, {where} has no `prompt`: {seen}. {missing_prompt(row)}.")
     if first is not None and set(row) != set(first):

@@ -56,6 +56,8 @@ TOOLS: list[Any] = [
 
 def set_call_form(tokenizer: Any) -> None:
     """Set the tokenizer's `response_template`, if one of TRL's reads the turns that its chat template writes."""
+    if getattr(tokenizer, "response_schema", None):  # the tokenizer's own, of an older kind
+        return
     with suppress(ValueError):  # a template of another text
         add_response_schema(tokenizer)
         return

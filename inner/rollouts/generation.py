@@ -58,8 +58,11 @@ class GenerationTrainer(LeanToolLoop):
         engine_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("tools") or kwargs.get("environment_factory"):
-            _set_call_form(kwargs.get("processing_class"))
+        tokenizer, uses_tools = kwargs.get("processing_class"), kwargs.get("tools") or kwargs.get("environment_factory")
+        if uses_tools and not getattr(tokenizer, "response_template", True):
+            from inner.rollouts.call_forms import set_call_form
+
+            set_call_form(tokenizer)
         with engine_instead(engine_dtype):
             super().__init__(*args, **kwargs)
         sample_as_asked(self.accelerator.unwrap_model(self.model))
@@ -277,12 +280,3 @@ def engine_instead(dtype: str | None) -> Iterator[None]:
         yield
     finally:
         module.VLLMGeneration = made
-
-
-def _set_call_form(tokenizer: Any) -> None:
-    """Let TRL read the model's tool calls, if its tokenizer does not say how."""
-    if tokenizer is None or any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema")):
-        return
-    from inner.rollouts.call_forms import set_call_form
-
-    set_call_form(tokenizer)
