@@ -512,7 +512,10 @@ def test_the_page_of_old_rollouts_has_the_tables_of_its_rows() -> None:
 
 def test_the_page_of_old_long_rollouts_has_the_tables_and_the_decision_of_its_rows() -> None:
     rows, page = read_rows(ROWS / "staleness-errands.jsonl"), (ROWS.parent / "staleness-2.md").read_text()
-    arms = [arm for arm in staleness.LONG_ARMS if not arm.startswith("S2")]  # no time was left for these, nor for an eighth seed
+    arms = [
+        arm for arm in staleness.LONG_ARMS if not arm.startswith("S2")
+    ]  # no time was left for these, nor for an eighth seed
     assert {(r["arm"], r["seed"]) for r in rows} == {(arm, s) for arm in arms for s in range(7)}
-    assert all(of(rows) in page for of in (staleness.table, staleness.comparisons, staleness.guard, staleness.passed))
+    told = staleness.table, staleness.comparisons, staleness.guard, staleness.passed
+    assert all(of(rows) in page for of in told)
     assert staleness.decision(read_rows(ROWS / "staleness.jsonl"), rows) in page
