@@ -96,7 +96,8 @@ def first_step(curve: Sequence[Sequence[float]], level: float) -> float | None:
 
 # one-sided 95 % and two-sided 95 % points of Student's t, by degrees of freedom
 STUDENT = {1: (6.314, 12.706), 2: (2.920, 4.303), 3: (2.353, 3.182), 4: (2.132, 2.776), 5: (2.015, 2.571),
-           6: (1.943, 2.447), 7: (1.895, 2.365), 9: (1.833, 2.262), 11: (1.796, 2.201), 15: (1.753, 2.131)}  # fmt: skip
+           6: (1.943, 2.447), 7: (1.895, 2.365), 9: (1.833, 2.262), 11: (1.796, 2.201), 14: (1.761, 2.145),
+           15: (1.753, 2.131)}  # fmt: skip
 
 
 @dataclass(frozen=True)

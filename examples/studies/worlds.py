@@ -2,11 +2,12 @@
 
     toolworld    find 1 tool name in 16 per kind by reward; the value is the held-out reward, sampled, 256 prompts
     text         continue sums ("12 plus 13 is 25."); the value is the held-out loss, nats per byte, 64 windows
+    errands      twelve questions, answered in 49 tokens (errands.py); the held-out reward, sampled, 128 prompts
     sums         the task of `make real`: a pretrained model of 135 M parameters with LoRA; held-out reward, sampled
     products     the same model on reasoning-gym's `products` of two digits: 70 of the 100 questions, 30 are held out
                  (pip install reasoning-gym==0.1.25)
 
-The first two models are built in code (0.1 M parameters) and have seen neither task: a trial takes seconds of one core.
+The first three models are built in code (0.1 M parameters) and know no right answer: a trial takes seconds of one core.
 With the pretrained one (`make smollm2`) it takes eighteen minutes.
 
 Not promised: anything about other language models; docs/studies explains what these can show.
@@ -21,6 +22,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import errands
 import numpy as np
 import torch
 
@@ -30,6 +32,7 @@ from inner.settings.task import DataSettings, LoraSettings, RewardSettings, Tool
 from inner.train.supervised import text_losses
 
 NAMES, PROMPTS = 16, 256
+ERRANDS = errands.Errands(kinds=4, names=8)
 WIDTH = 32  # bytes of context
 HELD_OUT, GYM_HELD_OUT = 64, 30  # prompts of the pretrained model's tasks
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,7 @@ class World:
 
     files: kind -> text, written into the study's folder.   start: the world whose start model it shares, "" for its
     own.   steps: inner steps of one machine alone; every arm has as many samples.   points: limit for a curve.
+    publish: writes the start model into a folder.
     """
 
     name: str
@@ -56,6 +60,7 @@ class World:
     steps: int = 320
     points: int = 16
     start: str = ""
+    publish: Callable[[InnerConfig, Path], None] = publish_model
 
     def build(
         self, folder: Path, seed: int, machine: int, *, batch: int, lr: float,
@@ -77,7 +82,7 @@ class World:
             self._file(folder, kind).write_text(text())
         model = folder / (self.start or self.name)
         if not model.exists():
-            publish_model(self.config(self.batch, self.lr), model)
+            self.publish(self.config(self.batch, self.lr), model)
 
     def _file(self, folder: Path, kind: str) -> Path:
         return folder / f"{self.name}-{kind}{'.py' if kind == 'reward' else '.txt' if kind == 'text' else '.jsonl'}"
@@ -104,6 +109,10 @@ def loss(loop: InnerLoop) -> float:
     return fmean(text_losses(loop.model, np.frombuffer(sums(400, seed=1).encode(), np.uint8), WIDTH))
 
 
+def errands_reward(loop: InnerLoop) -> float:
+    return mean_reward(loop, ERRANDS.rows(128, seed=99))
+
+
 def toolworld_config(batch: int, lr: float) -> InnerConfig:
     return InnerConfig(batch_size=batch, lr=lr, toolworld=ToolworldSettings(names=NAMES))
 
@@ -111,6 +120,25 @@ def toolworld_config(batch: int, lr: float) -> InnerConfig:
 def text_config(batch: int, lr: float) -> InnerConfig:
     data = DataSettings(text="train.txt", context_length=WIDTH)
     return InnerConfig(loop="supervised", model="tiny", batch_size=batch, lr=lr, data=data)
+
+
+def errands_config(batch: int, lr: float) -> InnerConfig:
+    return InnerConfig(
+        model="errands", batch_size=batch, lr=lr, data=DataSettings(prompts="prompts.jsonl"),
+        rewards=RewardSettings(function="reward.py:errands_done"),
+        sampling=SamplingSettings(max_completion_length=errands.LONGEST),
+    )  # fmt: skip
+
+
+def publish_errands(config: InnerConfig, folder: Path) -> None:
+    model, tokenizer = ERRANDS.model(), ERRANDS.tokenizer()
+    ERRANDS.warm_start(model, tokenizer)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def lines_of(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 # -------------------------------------------------------------------- pretrained
@@ -140,7 +168,7 @@ def gym_reward(loop: InnerLoop) -> float:
 
 
 def gym_prompts() -> str:
-    return "".join(json.dumps(row) + "\n" for row in gym_rows()[:-GYM_HELD_OUT])
+    return lines_of(gym_rows()[:-GYM_HELD_OUT])
 
 
 @cache
@@ -158,6 +186,11 @@ WORLDS = {
     for world in (
         World("toolworld", 32, 1e-3, True, toolworld_config, reward),
         World("text", 16, 1e-3, False, text_config, loss, {"text": partial(sums, 20_000, seed=0)}),
+        World(
+            "errands", 16, 1e-3, True, errands_config, errands_reward,
+            {"prompts": lambda: lines_of(ERRANDS.rows()), "reward": Path(errands.__file__).read_text},
+            publish=publish_errands,
+        ),
         World(
             "sums", 16, 3e-4, True, lora_config, sums_reward,
             {k: partial(Path.read_text, REAL / n) for k, n in (("prompts", "prompts.jsonl"), ("reward", "rewards.py"))},
