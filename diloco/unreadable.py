@@ -15,7 +15,7 @@ import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
-from inner.data.faults import folder_words
+from inner.data.refusals import folder_words
 from inner.settings.task import is_code, setting_of
 from rendezvous import layout
 from rendezvous.errors import RecordsLost

@@ -1,6 +1,5 @@
 """Describe the fault of a file or of a row of prompts, for messages.
 
-    a folder                       save_to_disk's, or which data files are in it
     other bytes than the name says gzip, zip, Parquet, HTML, a pointer of Git LFS
     half a character               which no tokenizer reads
     a chat that is answered        a warning
@@ -27,20 +26,6 @@ BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
     (rb"\xfd7zXZ", "is compressed by xz. Next: `xz -dc {0} > {1}`, and name that file"),
     (rb"(?i)<(!doctype|html)\b", "is a web page. Download the file itself (Hub links: `resolve` in place of `blob`)"),
 )
-
-
-def folder_words(path: Path) -> str:
-    """Return the message for a folder where a data file belongs."""
-    saved = f"is a folder that save_to_disk wrote. Next, in Python: datasets.load_from_disk({str(path)!r})"
-    if (path / "dataset_dict.json").is_file():
-        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
-        split = "train" if "train" in splits else (splits or ["train"])[0]
-        return f"{path} {saved}[{split!r}].to_parquet('{path.name}-{split}.parquet'), and name that file"
-    if (path / "dataset_info.json").is_file():
-        return f"{path} {saved}.to_parquet('{path.name}.parquet'), and name that file"
-    found = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix.lower() in DATA and p.is_file())
-    there = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    return f"{path} is a folder. Name a file in it, or a list of files; it has {there or 'no ' + ', '.join(DATA)}"
 
 
 def disguise(path: Path) -> str:

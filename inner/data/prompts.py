@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from inner.data.faults import disguise, folder_words, half_character
+from inner.data.faults import disguise, half_character
 from inner.data.rendering import text_of
 from inner.printable import first_line
 from inner.settings.inner import Files, InnerError
@@ -36,6 +36,8 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
             f'{setting_of(kind)} = {spelling!r}: no local copy was handed in. Pass files={{"{kind}": path}}.'
         )
     if Path(path).is_dir():
+        from inner.data.refusals import folder_words
+
         raise InnerError(f"{setting_of(kind)} = {spelling!r}: {folder_words(Path(path))}.")
     if not Path(path).is_file():
         raise InnerError(
@@ -169,7 +171,7 @@ def _named_columns(name: str, where: str, row: Any, columns: Mapping[str, str]) 
 
 def _checked_row(name: str, where: str, row: Any, first: Row | None) -> Row:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or row["prompt"] in ([], _blank(row)):
-        from inner.data.missing_prompt import missing_prompt, prompt_fault
+        from inner.data.refusals import missing_prompt, prompt_fault
 
         if fault := prompt_fault(row):
             raise InnerError(f"{name}: the prompt of {where} {fault}.")

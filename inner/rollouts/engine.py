@@ -16,6 +16,8 @@ Not promised: several processes; quantised engines; adapters other than LoRA.
 import os
 import socket
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
 
 from inner.host import Host
 
@@ -126,3 +129,16 @@ def masked_share(batch: Any) -> float:
         return (ratio_B_T == 0).float().mean().item()
     written = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
     return (ratio_B_T[written] == 0).float().mean().item() if written.any() else 0.0
+
+
+@contextmanager
+def engine_instead(dtype: str | None) -> Iterator[None]:
+    """Let a GRPOTrainer that is made in this `with`, and uses vLLM, generate with this project's engine."""
+
+    module: Any = grpo_trainer
+    made = module.VLLMGeneration
+    module.VLLMGeneration = partial(Engine, dtype=dtype)
+    try:
+        yield
+    finally:
+        module.VLLMGeneration = made

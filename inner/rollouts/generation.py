@@ -11,7 +11,7 @@ Not promised: several processes; image prompts in the caches; that all prompts a
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import TrainerState
 from trl.rewards.other_rewards import get_soft_overlong_punishment
-from trl.trainer import grpo_trainer
 
 from inner.data.order import Share, prompt_order
 from inner.data.rendering import render_ids
@@ -63,7 +62,12 @@ class GenerationTrainer(LeanToolLoop):
             from inner.rollouts.call_forms import set_call_form
 
             set_call_form(tokenizer)
-        with engine_instead(engine_dtype):
+        instead: AbstractContextManager[None] = nullcontext()
+        if any(getattr(each, "use_vllm", False) for each in (*args, *kwargs.values())):
+            from inner.rollouts.engine import engine_instead
+
+            instead = engine_instead(engine_dtype)
+        with instead:
             super().__init__(*args, **kwargs)
         sample_as_asked(self.accelerator.unwrap_model(self.model))
         for model in filter(None, (self.model, self.ref_model)):
@@ -262,21 +266,3 @@ def without_dropout(model: Any) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-
-
-@contextmanager
-def engine_instead(dtype: str | None) -> Iterator[None]:
-    """Let a GRPOTrainer that is made in this `with`, and uses vLLM, generate with this project's engine (engine.py)."""
-
-    def make(**asked: Any) -> Any:
-        from inner.rollouts.engine import Engine
-
-        return Engine(dtype=dtype, **asked)
-
-    module: Any = grpo_trainer
-    made = module.VLLMGeneration
-    module.VLLMGeneration = make
-    try:
-        yield
-    finally:
-        module.VLLMGeneration = made

@@ -235,7 +235,7 @@ def _held_out_file(spelling: str, config: "RunConfig") -> Path:
     if not is_one_file(spelling):
         return gather_rows(EVAL, spelling, Path(), config.inner.data, say)[1]
     if not Path(spelling).is_file():
-        from inner.data.faults import folder_words
+        from inner.data.refusals import folder_words
 
         is_folder = Path(spelling).is_dir()
         raise run_url.UsageError(f"--prompts: {folder_words(Path(spelling)) if is_folder else f'no file {spelling}'}")

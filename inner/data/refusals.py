@@ -1,4 +1,4 @@
-"""Say what to do with a row whose prompt is missing, or of another kind than a text or messages.
+"""Say what to do with a folder, or with a row whose prompt is missing or neither a text nor messages.
 
     {"id": 7, "query": "2 + 2?"}    ─▶  inner.data.columns = {query = "prompt"}
 
@@ -6,11 +6,28 @@ Not promised: the right column; it is the likeliest by its name.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from inner.data.faults import DATA
 
 LIKELY = (  # columns that hold the question in public datasets, the likeliest first
     *("question", "problem", "query", "instruction", "problem_statement", "input", "messages", "conversations", "text"),
 )
+
+
+def folder_words(path: Path) -> str:
+    """Return the message for a folder where a data file belongs."""
+    saved = f"is a folder that save_to_disk wrote. Next, in Python: datasets.load_from_disk({str(path)!r})"
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+        split = "train" if "train" in splits else (splits or ["train"])[0]
+        return f"{path} {saved}[{split!r}].to_parquet('{path.name}-{split}.parquet'), and name that file"
+    if (path / "dataset_info.json").is_file():
+        return f"{path} {saved}.to_parquet('{path.name}.parquet'), and name that file"
+    found = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.suffix.lower() in DATA and p.is_file())
+    there = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    return f"{path} is a folder. Name a file in it, or a list of files; it has {there or 'no ' + ', '.join(DATA)}"
 
 
 def prompt_fault(row: Any) -> str:
