@@ -254,6 +254,24 @@ def test_an_episode_that_ends_at_its_reset_is_said() -> None:
         type("E", (Typed,), {"_url": url})().reset()
 
 
+def test_an_episode_that_ends_at_its_reset_costs_its_rollout_if_others_have_begun(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One odd row of thousands must not end the session."""
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        is_odd = message["data"].get("seed") == 7
+        return observation_reply(None, {"text": "no such task" if is_odd else "Go."}, done=is_odd)
+
+    with serve_openenv(answer) as url:
+        kind = type("E", (Typed,), {"_url": url})
+        assert "Go." in kind().reset(seed=1)
+        odd = kind()
+        odd.reset(seed=7)
+        assert odd.get_reward() is None
+    assert "no such task. Correct it there. Its rollout has no reward." in capsys.readouterr().err
+
+
 # which servers
 
 

@@ -63,6 +63,7 @@ from inner.usercode.attempts import LARGEST, AtMostWorst
 _SERVERS = count()  # deals sessions to the servers in turn
 _TOLD: set[str] = set()  # lines of the log that stand there once
 MOST_TOLD = 20
+_BEGUN: set[str] = set()  # servers that have begun an episode in this process
 _OPEN: "WeakSet[OpenEnv]" = WeakSet()  # sessions of this process, maybe in several threads
 _OPENING = Lock()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
@@ -127,10 +128,14 @@ class OpenEnv:
             )
         text = self._record_observation(None, reply)
         if self._done:
-            raise InnerError(
+            said = (
                 f"the environment at {self._address()} ended the episode at its `reset`, which was given the row's "
                 f"columns {sorted(given)}, and said: {text[:2000] or 'nothing'}. Correct it there."
             )
+            if self._address() not in _BEGUN:
+                raise InnerError(said)
+            self._tell(f"{said} Its rollout has no reward.")  # one row's fault: others have begun
+        _BEGUN.add(self._address())
         return f"\n{text}" if text else None
 
     def get_reward(self) -> float | None:
