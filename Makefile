@@ -243,9 +243,11 @@ $(NF4)/.installed: | install
 	$(NF4)/bin/pip install -q --disable-pip-version-check --no-deps bitsandbytes==0.50.2
 	@touch $@
 
-# replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there
+# replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there. A process can have
+# one engine
 test-vllm: $(VLLM)/.installed $(SMOLLM2)
-	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_vllm.py tests/diloco/test_weights_vllm.py
+	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_vllm.py
+	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_weights_vllm.py
 	$(VLLM)/bin/python -m pytest -q -s tests/inner/test_engines_real.py
 	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" --ignore-glob="*test_boxes*" tests/inner tests/diloco/test_lora.py tests/diloco/test_outer.py
 

@@ -77,7 +77,7 @@ class Spy:
         self.compared = -1
 
     def note(self, engine: Any, prompts: Any, generate: Callable[[], Any]) -> Any:
-        from diloco.outer.flat import frozen_digest
+        from diloco.outer.frozen import frozen_digest
 
         step = self.step()
         row: dict[str, Any] = {"step": step}
@@ -109,9 +109,9 @@ def watch(stem: str, scale: float) -> None:
     def noted(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         return spy.note(self, prompts, lambda: generate(self, prompts, *args, **kwargs))
 
-    def followed(self: Any, step: Callable[[], int], theta: Any, replicas: Callable[[], int]) -> None:
+    def followed(self: Any, step: Callable[[], int], theta: Any, *rest: Any) -> None:
         spy.step, spy.theta = step, theta
-        follow(self, step, theta, replicas)
+        follow(self, step, theta, *rest)
 
     Engine.generate = noted  # type: ignore[method-assign]
     GrpoLoop.follow = followed  # type: ignore[method-assign]
