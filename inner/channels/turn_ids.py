@@ -103,12 +103,14 @@ def _finished(messages: Sequence[Message], action: str, write: Write) -> list[in
 
 def _require_last_message(messages: Sequence[Message], opened: list[int], write: Write) -> None:
     """Raise InnerError if the template leaves out the text of the last message, for example of a tool's result."""
-    text = str(text_of(messages[-1].get("content") or ""))
+    text = str(text_of(messages[-1].get("content") or "")) if messages else ""
+    if not text.strip():
+        return
     others = list[list[int]]()
     for other in ("", f"{text}."):
         with suppress(Exception):  # a template may refuse an empty text
             others.append(write([*messages[:-1], {**messages[-1], "content": other}], True))
-    if text.strip() and others and all(ids == opened for ids in others):
+    if others and all(ids == opened for ids in others):
         raise InnerError(
             f"this model's chat template leaves out the text of its last message (role {messages[-1].get('role')})"
         )

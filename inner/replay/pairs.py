@@ -131,7 +131,7 @@ def pair_outcomes(
     teacher_weights: Mapping[str, float] | None = None,
     key: str | Key | None = None,
 ) -> Counter[str]:
-    """Count the states by outcome: a pair, or why there is none. Report the counts with every set of pairs."""
+    """Count the states by outcome: a pair, or the reason for no pair. Report the counts with every set of pairs."""
     judged = _votes_by_state(states, teacher_actions, agreement_threshold, teacher_weights, key)
     return Counter(pair_outcome(state, votes, agreement_threshold, key) for state, votes in judged)
 
@@ -242,11 +242,13 @@ def as_pair(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(prompt: Any, common: list[Message]) -> list[Message]:
-    """Return the messages before the turn, of the column `prompt` and of what both sides begin with."""
+    """Return the messages before the turn: those of the column `prompt`, then the common beginning of both sides.
+
+    A dataset may have both (UltraFeedback): then the common beginning has the prompt already."""
     if common and not isinstance(prompt, list):
         return common
     before = _messages(prompt, "user") if prompt else []
-    return common if common[: len(before)] == before and common else before + common
+    return common if common and common[: len(before)] == before else before + common
 
 
 def _messages(value: Any, role: str) -> list[Message]:

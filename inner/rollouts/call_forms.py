@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import trl
-from trl.chat_template_utils import add_response_schema, is_chat_template_prefix_preserving, parse_response
+from trl.chat_template_utils import (
+    add_response_schema,
+    is_chat_template_prefix_preserving,
+    parse_response,
+    supports_tool_calling,
+)
 
 from inner.channels.turn_ids import agreement, context_and_actions, renderer
 from inner.data.rendering import render_text
@@ -56,13 +61,13 @@ TOOLS: list[Any] = [
 
 def set_call_form(tokenizer: Any) -> None:
     """Set the tokenizer's `response_template`, if one of TRL's reads the turns that its chat template writes."""
-    if getattr(tokenizer, "response_schema", None):  # the tokenizer's own, of an older kind
-        return
+    if getattr(tokenizer, "response_schema", None) or not supports_tool_calling(tokenizer):
+        return  # the tokenizer has a reader of an older kind, or TRL refuses its template
     with suppress(ValueError):  # a template of another text
         add_response_schema(tokenizer)
         return
     turns = [_written(tokenizer, sample) for sample in SAMPLES]
-    if None in turns[:-1]:  # of two calls in a turn, Llama 3.1's template writes none
+    if None in turns[:-1] or tokenizer.eos_token is None:  # Llama 3.1's template does not write two calls in a turn
         return
     for name, template, known in _known_forms(tokenizer):
         for form in (known, _between(known, tokenizer)):
@@ -140,8 +145,8 @@ def _reads_back(tokenizer: Any, turns: Sequence[Turn | None]) -> bool:
         if turn is None:
             continue
         found = parse_response(tokenizer, turn[1], prefix=turn[0], tools=TOOLS)
-        made = [call["function"] for call in found.get("tool_calls") or ()]
-        calls = [{"function": {key: call[key] for key in ("name", "arguments")}} for call in made]
+        made = [call.get("function", call) for call in found.get("tool_calls") or ()]
+        calls = [{"function": {key: call.get(key) for key in ("name", "arguments")}} for call in made]
         if (found["content"].strip(), calls) != (sample.get("content", ""), [*sample.get("tool_calls", ())]):
             return False
     return True

@@ -83,20 +83,40 @@ UNREAD = (
 )
 
 
-def test_a_form_that_no_known_template_has_stays_unread_and_the_start_says_so(tmp_path: Path) -> None:
-    tokenizer = copy.copy(tokenizer_of(UNREAD, "<|end|>"))
-    set_call_form(tokenizer)
-    assert tokenizer.response_template is None
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_llama(tokenizer, 512, seed=0).config.save_pretrained(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
-    (tmp_path / "mine.py").write_text(
+ALTERNATE = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+)
+
+
+def start_with_tools(tokenizer: Any, folder: Path) -> None:
+    """Build a replica's loop for a run with an environment, as `plan` does."""
+    tokenizer.save_pretrained(folder / "model")
+    tiny_llama(tokenizer, 512, seed=0).config.save_pretrained(folder / "model")
+    (folder / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n')
+    (folder / "mine.py").write_text(
         "def score(completions, **columns):\n    return [0.0 for _ in completions]\n\n\n"
         "class World:\n    def reset(self, **row):\n        pass\n\n"
         '    def look(self) -> str:\n        """Look."""\n        return "sunny"\n'
     )
     settings = {"rewards": {"function": "mine.py:score"}, "sampling": {"environment": "mine.py:World"}}
-    config = InnerConfig.from_dict(settings | {"model": str(tmp_path / "model"), "data": {"prompts": "prompts.jsonl"}})
-    files = dict.fromkeys(("reward", "environment"), tmp_path / "mine.py") | {"prompts": tmp_path / "prompts.jsonl"}
+    config = InnerConfig.from_dict(settings | {"model": str(folder / "model"), "data": {"prompts": "prompts.jsonl"}})
+    files = dict.fromkeys(("reward", "environment"), folder / "mine.py") | {"prompts": folder / "prompts.jsonl"}
+    check_start(config, files, folder / "model")
+
+
+def test_a_form_that_no_known_template_has_stays_unread_and_the_start_says_so(tmp_path: Path) -> None:
+    tokenizer = copy.copy(tokenizer_of(UNREAD, "<|end|>"))
+    set_call_form(tokenizer)
+    assert tokenizer.response_template is None
     with pytest.raises(InnerError, match=r"Unrecognized chat template.*Give the tokenizer a `response_template`"):
-        check_start(config, files, tmp_path / "model")
+        start_with_tools(tokenizer, tmp_path)
+
+
+@pytest.mark.parametrize("check", ["", ALTERNATE])
+def test_a_template_without_calls_is_refused_by_name(check: str, tmp_path: Path) -> None:
+    """Roles must alternate under Gemma's, and our search for a form met its exception: a traceback in `plan`."""
+    template = f"{{% for m in messages %}}{check}<|{{{{ m.role }}}}|>{{{{ m.content }}}}<|end|>{{% endfor %}}"
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    with pytest.raises(InnerError, match=r"does not support tool calling.*such as Qwen/Qwen3-0.6B"):
+        start_with_tools(copy.copy(tokenizer_of(template, "<|end|>")), tmp_path)

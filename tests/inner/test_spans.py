@@ -114,7 +114,7 @@ def test_a_splicer_reads_the_template_or_says_why_it_cannot() -> None:
 
 
 def test_a_hint_is_spliced_under_templates_that_open_no_turn_and_let_roles_alternate() -> None:
-    """Before: refused. Mistral's, Gemma's, Phi-3's and Command R's are like this, 35 of 193 real templates."""
+    """Before: refused. Mistral's, Gemma's, Phi-3's and Command R's are like this, 34 of 193 real templates."""
     marks = {"user": [1], "assistant": [2]}
 
     def mistral(messages: list[dict[str, Any]], opened: bool) -> list[int]:

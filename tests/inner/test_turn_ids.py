@@ -33,7 +33,8 @@ IMAGES = re.compile("idefics3|llava_next|smolvlm")  # take contents that are lis
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_an_action_stands_behind_its_thought_and_ends(path: Path) -> None:
-    """Before: with Qwen3.5's, Nemotron's and R1's templates the action stood within the opened `<think>`."""
+    """Before: with Nemotron's and R1's templates the action stood within the opened `<think>`; with a tokenizer that
+    joins line breaks, with Qwen3.5's, too."""
     template = path.read_text()
     try:
         context, (action,) = written(template, [ASKED], "It is 12.")

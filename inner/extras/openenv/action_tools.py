@@ -8,8 +8,8 @@
     {"action": {"oneOf": [Look, Go],                  ──▶    tools `look` and `go`, by the discriminator's values or by
                 "discriminator": {…}}}                       the schemas' titles
 
-`metadata` is a field of every action of OpenEnv, and is not for the model. A field that can have one value is no
-argument.
+`metadata` is a field of every action of OpenEnv, and is not for the model. A field with only one possible value does
+not become an argument.
 
 Not promised: that an environment says in its schema which actions it takes: the model learns it by playing.
 """

@@ -208,7 +208,7 @@ class OpenEnv:
                 exchange_message(self._socket, kind, data, within)
         except (OSError, EOFError) as error:
             self._close()
-            return "CAPACITY_REACHED" in str(error)
+            return isinstance(error, ServerFull)
         return True
 
     def _record_observation(self, action: Mapping[str, Any] | None, reply: Mapping[str, Any]) -> str:
