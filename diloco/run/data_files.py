@@ -46,6 +46,7 @@ BOX_WORLD = """from inner.extras.boxes.world import harbor_environment
 
 Harbor = harbor_environment("{provider}")
 """
+MOST_NAMED = 8  # modules in the line that says what a run carries
 SPLITS = {"prompts": "train", EVAL: "test"}  # the default splits
 
 
@@ -93,7 +94,9 @@ def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     paths = [config.path_of(kind, name) for kind, name in config.inner.named_files.items() if is_code(kind)]
     if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
         return config
-    say(f"the run carries {', '.join(sorted(modules))}, too, which its code imports")
+    names = sorted(modules)
+    listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{', '.join(names[:3])} and {len(names) - 3} more modules"
+    say(f"the run carries {listed}, too, which its code imports")
     path = _write_once(MODULES, zip_modules(modules), "zip")
     return replace(config, gathered={**config.gathered, MODULES: path})
 

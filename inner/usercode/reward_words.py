@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
@@ -75,18 +76,25 @@ def _is_of_package(file: str) -> bool:
 
 
 def user_lines(error: BaseException, path: Path | None) -> str:
-    """Return the error with the last line of the user's file that was running, as Python shows it.
+    """Return the error with the last line of the user's file that was running, and of the module that it called.
 
     path: the file; None: any file of the user."""
     what = "".join(traceback.format_exception_only(error)).strip()
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if path is None or Path(f.filename).name == path.name
-    ]
-    frames = [f for f in frames if f.filename == str(path) or not _is_of_package(f.filename)]
-    path = Path(frames[-1].filename) if path is None and frames else path
-    where = f"  {path.name}, line {frames[-1].lineno}: {frames[-1].line}\n" if path and frames else ""
-    step = next_step(error, path, frames[-1].line or "" if frames else "") if path else NO_LINE
+    tb = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in tb if frame.filename == str(path) or not _is_of_package(frame.filename)]
+    shown = [frame for frame in frames if path and Path(frame.filename).name == path.name][-1:]
+    if frames and (not shown if path is None else shown and frames[-1].filename != shown[0].filename):
+        shown.append(frames[-1])
+    where = "".join(f"  {_brief(frame.filename)}, line {frame.lineno}: {frame.line}\n" for frame in shown)
+    path, line = (Path(shown[-1].filename), shown[-1].line or "") if shown else (path, "")
+    step = next_step(error, path, line) if path else NO_LINE
     return f"{where}  {what}\n  next: {step}."
+
+
+def _brief(file: str) -> str:
+    """Return a file's path below the folder from which Python imports it; of the user's file, its name."""
+    above = [folder for folder in sys.path if folder and Path(file).is_relative_to(folder)]
+    return str(Path(file).relative_to(max(above, key=len, default=str(Path(file).parent))))
 
 
 def next_step(error: BaseException, path: Path, line: str) -> str:
@@ -125,4 +133,6 @@ def _about_import(error: ImportError, path: Path, line: str) -> str:
     beside = any(Path(folder, f"{top}.py").is_file() or Path(folder, top).is_dir() for folder in FOLDERS)
     if top and beside and importlib.util.find_spec(top) is None:
         return f"write `import {top}`, so that the run finds and carries {top}.py (it reads the import statements)"
+    if str(error).startswith("cannot import name") and top and importlib.util.find_spec(top):
+        return f"install a version of {top} that has this name, or leave the import out of {path.name}"
     return f"install what it imports where this runs, or leave the import out of {path.name}"

@@ -11,6 +11,7 @@ from diloco.run.config import ConfigError, load_config
 from diloco.run.data_files import gather_data
 from diloco.run.founding import open_run
 from diloco.run.sibling_modules import find_siblings, join_siblings, zip_modules
+from inner.usercode.reward_words import user_lines
 from rendezvous.clock import SystemClock
 
 REWARD = """
@@ -105,3 +106,23 @@ def test_another_module_is_another_run(folder: Path) -> None:
     (folder / "code" / "deeper.py").write_text("ONE = 2\n")
     with pytest.raises(WrongRun, match="modules file"):
         open_run(gather_data(load_config(folder / "run.toml")), f"{folder}/run", clock=SystemClock())
+
+
+def test_an_error_names_the_module_in_which_it_arose(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(folder / "code"))
+    (folder / "code" / "words" / "more.py").write_text("from json import loud\n")
+    with pytest.raises(ImportError) as caught:
+        exec(compile("import words.lists\n", str(folder / "code" / "rewards.py"), "exec"), {})
+    lines = user_lines(caught.value, folder / "code" / "rewards.py").splitlines()
+    assert lines[0].startswith("  rewards.py, line 1: ")
+    assert lines[1] == "  words/more.py, line 1: from json import loud"
+    assert lines[-1].endswith("install a version of json that has this name, or leave the import out of more.py.")
+
+
+def test_many_modules_are_counted(folder: Path) -> None:
+    for number in range(20):
+        (folder / "code" / "words" / f"list{number}.py").write_text("")
+    (folder / "code" / "words" / "lists.py").write_text("".join(f"from . import list{n}\n" for n in range(20)))
+    told = list[str]()
+    gather_data(load_config(folder / "run.toml"), told.append)
+    assert any("and 22 more modules, too" in text for text in told)
