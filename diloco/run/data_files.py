@@ -95,8 +95,8 @@ def _gather_modules(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     if not (modules := join_siblings({path: find_siblings(path) for path in paths if path.is_file()})):
         return config
     names = sorted(modules)
-    listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{', '.join(names[:3])} and {len(names) - 3} more modules"
-    say(f"the run carries {listed}, too, which its code imports")
+    shown = names if len(names) <= MOST_NAMED else [*names[:3], f"{len(names) - 3} more modules"]
+    say(f"the run carries {', '.join(shown)}, too, which its code imports")
     path = _write_once(MODULES, zip_modules(modules), "zip")
     return replace(config, gathered={**config.gathered, MODULES: path})
 
