@@ -51,6 +51,27 @@ def test_a_launch_that_waits_for_a_machine_is_left_alone_and_costs_nothing(world
     assert not world.told("lost", "replacing")
 
 
+def test_a_long_wait_for_a_machine_is_shown_with_the_platforms_reason(world):
+    """A Slurm job that is longer than its partition allows waits for ever: seen with slurmctld 22.05."""
+    world.tick()
+    waits = lambda: [t for t in status_table(world.report(), world.clock.wall()) if "waiting for a machine" in t]  # noqa: E731
+    world.pass_time(10)
+    assert waits()[0].startswith("  waiting for a machine: r00, r01 for ") and not world.told("queued")
+    world.pass_time(60)
+    assert [("why" in e, e["seconds"] >= 60) for e in world.told("queued")] == [(False, True)] * 2
+    world.cloud.job("r01").reason = "PartitionTimeLimit"
+    world.pass_time(60)
+    first, second = waits()
+    assert "machine: r00 for 2 min" in first and "machine: r01 for 2 min" in second
+    assert second.endswith(" (PartitionTimeLimit)") and not first.endswith(")")
+    world.cloud.job("r01").reason = ""
+    world.pass_time(50)
+    world.cloud.job("r01").reason = "PartitionTimeLimit"
+    world.cloud.begin("r00")
+    world.pass_time(50)
+    assert len(waits()) == 1 and [e.get("why") for e in world.told("queued")] == [None, None, "PartitionTimeLimit"]
+
+
 @pytest.mark.slow
 def test_a_bill_that_waited_goes_on_when_another_supervisor_sees_it_run(world):
     world.tick()

@@ -42,13 +42,19 @@ def login_node(tmp_path, monkeypatch) -> Path:
     """A machine with Slurm's commands.  They only write down what they were told, and answer what the test wants."""
     folder = tmp_path / "slurm"
     (folder / "bin").mkdir(parents=True)
-    sinfo = "#!/bin/sh\necho 'gpu:h100:8(S:0-1)'\necho 'gpu:a100:4,gpu:l4:2'\necho '(null)'\n"
+    sinfo = (
+        "#!/bin/sh\ncase $* in *%G*) echo 'gpu:h100:8(S:0-1)'; echo 'gpu:a100:4,gpu:l4:2'; echo '(null)'; exit;; esac\n"
+    )
+    sinfo += (
+        "case $* in *--partition=long*) echo 'long|2-12:00:00';; *) echo 'debug|30:00'; echo 'gpu*|4:00:00';; esac\n"
+    )
     commands = {"sacct": SHOWS, "sbatch": SBATCH, "srun": SAYS, "scancel": SAYS, "squeue": SHOWS, "sinfo": sinfo}
     for name, text in commands.items():
         path = folder / "bin" / name
         path.write_text(text.replace("{folder}", str(folder)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return folder
 
 
@@ -180,7 +186,9 @@ def test_an_option_that_sbatch_does_not_know_is_a_failed_launch(login_node, tmp_
 @pytest.mark.parametrize(
     ("word", "state", "reason"),
     [
-        ("PENDING", State.PENDING, "pending"),
+        ("PENDING Priority", State.PENDING, ""),
+        ("PENDING PartitionTimeLimit", State.PENDING, "PartitionTimeLimit"),
+        ("REQUEUE_HOLD launch failed requeued held", State.PENDING, "launch failed requeued held"),
         ("RUNNING", State.RUNNING, ""),
         ("NODE_FAIL", State.LOST, "its node failed"),
         ("PREEMPTED", State.LOST, "preempted"),
@@ -197,6 +205,28 @@ def test_slurms_words(login_node, tmp_path, word, state, reason):
     (login_node / "squeue").write_text(f"77|{word}\n")
     (told,) = executor.poll([handle])
     assert (told.state, told.reason, told.stale) == (state, reason, False)
+
+
+def test_no_job_is_longer_than_its_partition_allows(login_node, tmp_path):
+    """Slurm keeps such a job in its queue for ever (PartitionTimeLimit): seen with slurmctld 22.05."""
+    jobs = SlurmExecutor()
+    assert jobs._limit_minutes(spec(tmp_path)) == 240
+    assert jobs._limit_minutes(spec(tmp_path, timeout_s=45.0)) == 1
+    assert "no job longer than 4 h" in jobs.fault_of(spec(tmp_path, timeout_s=5 * 3600.0))
+    assert SlurmExecutor(partition="long")._limit_minutes(spec(tmp_path)) == 24 * 60
+    assert SlurmExecutor(partition="long").fault_of(spec(tmp_path, timeout_s=60 * 3600.0)) == ""
+
+
+def test_a_job_that_has_ended_meanwhile_prints_nothing(login_node, tmp_path, capfd):
+    executor = SlurmExecutor()
+    (handle,) = executor.launch_replicas([spec(tmp_path)])
+    (login_node / "squeue").write_text(f"77|RUNNING None|{name_of(tmp_path)}\n")
+    (login_node / "bin" / "scancel").write_text(
+        "#!/bin/sh\necho 'scancel: error: Kill job error on job id 77: Invalid job id specified' >&2\n"
+        "echo 'scancel: error: munge is away' >&2\nexit 1\n"
+    )
+    executor.cancel([handle], grace_s=0.0)
+    assert set(capfd.readouterr().err.splitlines()) == {"scancel: error: munge is away"}
 
 
 def test_a_job_of_another_name_is_not_this_run_s(login_node, tmp_path):

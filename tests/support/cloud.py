@@ -38,7 +38,7 @@ from tests.support.fakes import ManualClock
 
 @dataclass
 class Job:
-    """One launch.   alive: its process runs.   deaf: it ignores cancels.   down: no query for its state is answered."""
+    """One launch.   alive: its process runs.   deaf: it ignores cancels.   reason: the platform names it."""
 
     spec: ReplicaSpec
     handle: Handle
@@ -49,6 +49,7 @@ class Job:
     generation: int = 0
     beats: int = 0
     cancels: int = 0
+    reason: str = ""
 
 
 class Cloud:
@@ -177,7 +178,7 @@ class CloudExecutor(FleetExecutor):
         found = [self.cloud.jobs[h.slot, h.attempt] for h in handles]
         if down := self.cloud.down:
             return [unanswered(Status(j.handle, State.PENDING, down, j.code), down) for j in found]
-        known = [Status(j.handle, j.state, "", j.code) for j in found]
+        known = [Status(j.handle, j.state, j.reason, j.code) for j in found]
         return [unanswered(s, Refused(self.cloud.refused)) for s in known] if self.cloud.refused else known
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:

@@ -29,12 +29,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from diloco.process import processes
 from diloco.process.own_files import make_private, write_json
-from diloco.units import dollars
+from diloco.units import dollars, duration
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable, short_name
 from executors.platforms.executor import Executor
 from executors.platforms.machine.logfile import LogFile
@@ -43,7 +44,7 @@ from executors.platforms.platform import NotStarted, launches_named, launches_wa
 from rendezvous.clock import Clock
 from rendezvous.stores.open import folder_of
 
-Told = tuple[str, str]  # Slurm's word for a job's state, and the job's name
+Told = tuple[str, str]  # Slurm's words for a job's state, with the reason of its wait, and the job's name
 PATIENCE_S = 15.0  # seconds until a file that a node wrote is visible on this machine; submitit uses the same value
 DAY_S = 24 * 3600.0
 SIGNAL_S = 0  # seconds from Slurm's USR2 to its limit.  0: a replica leaves earlier by its own clock.  Submitit's 90 s
@@ -56,6 +57,8 @@ NOT_NOW = re.compile(
 )
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 GOING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING", "COMPLETED")
+LOG = "_0_log.out"  # the end of a log's name, behind the job's id
+USUAL = ("None", "Priority", "Resources")  # reasons of jobs that wait for their turn
 FORGOTTEN = "FORGOTTEN"  # our own word for a job that Slurm does not list any more
 WHY_GONE = {
     "TIMEOUT": "Slurm's time limit",
@@ -173,6 +176,11 @@ class SlurmExecutor(Executor):
         _check_cluster(self._cluster)
         if why := missing_secret(spec):
             return why
+        if spec.timeout_s and spec.timeout_s > (most := self._longest_s):
+            return (
+                f"the partition runs no job longer than {duration(most)}, so a job of {duration(spec.timeout_s)} would "
+                "never begin. Give a shorter --timeout, or --option partition=NAME (sinfo -o '%P %l' shows the limits)"
+            )
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
@@ -192,7 +200,24 @@ class SlurmExecutor(Executor):
         return frozenset(re.findall(r"gpu:([A-Za-z][\w.-]*)", answer.stdout)) or None
 
     def _limit_minutes(self, spec: ReplicaSpec) -> int:
-        return max(1, math.ceil((spec.timeout_s or self._timeout_s) / 60.0))
+        seconds = spec.timeout_s or min(self._timeout_s, self._longest_s)
+        return max(1, math.ceil(seconds / 60.0))
+
+    @cached_property
+    def _longest_s(self) -> float:
+        """The longest time that the partition gives a job, in seconds; inf if it has no limit, or sinfo names none."""
+        if self._cluster == "local":
+            return math.inf
+        asked = self._sbatch.get("partition")
+        which = [f"--partition={asked}"] if asked else []
+        try:
+            command = ["sinfo", "-h", "-o", "%P|%l", *which]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        except (OSError, subprocess.SubprocessError):
+            return math.inf
+        rows = [line.split("|") for line in answer.splitlines() if "|" in line]
+        limits = [_seconds_in(row[1]) for row in rows if asked or row[0].endswith("*")]
+        return max(limits, default=math.inf)
 
     def _run_folder(self, run: str) -> Path:
         folder = folder_of(run)
@@ -222,21 +247,23 @@ class SlurmExecutor(Executor):
         state, name = told.get(handle.native, ("UNKNOWN", ""))
         if name and name != _job_name(handle):
             return Status(handle, State.LOST, f"Slurm's job {handle.native} is called {name}: it is not this run's")
-        word = state.split(" ")[0].rstrip("+")
+        word, _, reason = state.partition(" ")
         if word == "UNKNOWN":
             return trouble or Unavailable(f"Slurm's answer does not have job {handle.native}")
-        return self._status_from_word(handle, word)
+        return self._status_from_word(handle, word.rstrip("+"), reason)
 
-    def _status_from_word(self, handle: Handle, word: str) -> Status:
+    def _status_from_word(self, handle: Handle, word: str, reason: str) -> Status:
         if word in WAITING:
-            return Status(handle, State.PENDING, word.lower())
+            return Status(handle, State.PENDING, "" if reason in USUAL else reason)
         if word in GOING and word != "COMPLETED":
             return Status(handle, State.RUNNING)
         since = self._ended_since.setdefault(handle, self._clock.now())
         if self._clock.now() - since < PATIENCE_S and word in ("COMPLETED", "FAILED", FORGOTTEN):
             return Status(handle, State.RUNNING, "the job has ended, and its result is awaited")
         if slurm_job.was_cancelled(self._folder_of(handle)):
-            return Status(handle, State.CANCELLED, "killed at the end of its grace period")
+            began = (self._folder_of(handle) / f"{handle.native}{LOG}").exists()
+            reason = "killed at the end of its grace period" if began else "cancelled before it began"
+            return Status(handle, State.CANCELLED, reason)
         reason = WHY_GONE.get(word, f"Slurm says {word}, and the job left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
 
@@ -251,13 +278,13 @@ class SlurmExecutor(Executor):
     def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
         """Return (job id -> state and name, the error if Slurm did not answer, else None)."""
         ids = [h.native for h in handles]
-        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T|%j", "-j", ",".join(ids)])
+        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T %r|%j", "-j", ",".join(ids)])
         if left := [i for i in ids if i not in told]:  # squeue forgets jobs some minutes after their end
             told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j", ",".join(left)])[0]
         return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
-        file = self._folder_of(handle) / f"{handle.native}_0_log.out"
+        file = self._folder_of(handle) / f"{handle.native}{LOG}"
         return LogFile(file, lambda line: OWN_LINE.match(line) is None)
 
     def read_value(self, handle: Handle) -> Any:
@@ -295,6 +322,15 @@ def _check_cluster(cluster: str) -> None:
             "there is no `sbatch` here, so this is not a machine that can submit Slurm jobs. Run the same command on "
             "your cluster's login node, or use --executor local"
         )
+
+
+def _seconds_in(limit: str) -> float:
+    """Return the seconds of a limit in sinfo's form (days-hours:minutes:seconds); inf for "infinite"."""
+    days, _, clock = limit.strip().rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, days or "0"]):
+        return math.inf
+    return 86400.0 * int(days or 0) + sum(60.0**place * int(part) for place, part in enumerate(reversed(parts)))
 
 
 def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
@@ -348,6 +384,8 @@ def _no_answer(command: str, said: str) -> ExecutorError:
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command and ignore its errors: a job that has already ended is not an error."""
+    """Run a command and ignore its errors; show those that do not say that the job has already ended."""
     with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=sys.stderr, check=False, timeout=60)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
+        shown = [line for line in done.stderr.splitlines() if "Invalid job id" not in line]
+        sys.stderr.writelines(f"{line}\n" for line in shown)

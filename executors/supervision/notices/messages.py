@@ -137,6 +137,7 @@ def message_lines(report: Report, now: float) -> list[str]:
         lines.append(f"  {report.passed_over} lines or objects under log/ are not events; passed over")
     if words := solo_words(report):
         lines.append(f"! {words}")
+    lines += machine_waits(report, now)
     if report.wanted.stop and not report.done:
         lines.append("! `diloco stop` has asked this run to end; `diloco resume` continues it")
     return lines[:MOST_LINES]
@@ -182,6 +183,28 @@ def _streak(lost: Sequence[Mapping[str, Any]], slot: str, newest: Mapping[str, A
 
 
 # -------------------------------------------------------------------- slots that no replica serves
+
+
+def machine_waits(report: Report, now: float) -> list[str]:
+    """Return one line for each reason for which launches wait for a machine.   now: Unix time."""
+    waits: dict[str, tuple[float, str]] = {}  # slot -> since when, and the platform's reason
+    told = report.of_kind("pending", "queued", "running", *SETTLES)
+    for e in [e for e in told if e["who"].startswith(SUPERVISOR)]:
+        before = waits.pop(e["slot"], None)
+        if e["event"] == "pending":
+            waits[e["slot"]] = (e["at"], "")
+        elif e["event"] == "queued" and before is not None:
+            waits[e["slot"]] = (before[0], str(e.get("why") or ""))
+    claimed = {x.slot: x.claimed for x in report.sessions}
+    waits = {slot: wait for slot, wait in waits.items() if claimed.get(slot, 0.0) < wait[0]}
+    if report.done or report.stopped:
+        return []
+    lines = []
+    for why in sorted({why for _, why in waits.values()}):
+        since = {slot: at for slot, (at, its) in sorted(waits.items()) if its == why}
+        words = f"waiting for a machine: {', '.join(since)} for {duration(now - min(since.values()))}"
+        lines.append(f"  {words} ({why})" if why else f"  {words}")
+    return lines
 
 
 def unserved(report: Report, now: float) -> list[str]:

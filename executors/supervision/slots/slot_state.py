@@ -165,6 +165,7 @@ class SlotState:
     running_since: float | None = None
     ran: bool = False
     pending: bool = False
+    waits: tuple[float, tuple[str, ...]] | None = None  # for a machine, since when; the reasons that the log has
     unseen: bool = False
     replacing_at: float | None = None
     draining_at: float | None = None

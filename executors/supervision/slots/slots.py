@@ -90,7 +90,7 @@ class Slots:
         for slot, beat in report.beats.items():
             self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
         for state, _ in known:
-            self._emit_waiting(state)
+            self._log_wait(state)
         self._look_at_replaced(statuses)
         self._look_at_duplicates(report)
         for slot, state in self.by_slot.items():
@@ -244,17 +244,12 @@ class Slots:
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
 
-    def _emit_waiting(self, state: SlotState) -> None:
-        """Log when a launch begins or ends to wait for a machine, because the wait is not billed."""
-        if state.handle is None or not state.handle.native or state.status is None:
-            return
-        waits = state.status.state is State.PENDING
-        about = {"slot": state.slot, "attempt": state.handle.attempt, "native": state.handle.native}
-        if waits and not state.pending:
-            self.emit("pending", **about, first=not state.ran)
-        elif state.pending and not waits and not state.status.state.ended:
-            self.emit("running", **about)
-        state.pending = waits
+    def _log_wait(self, state: SlotState) -> None:
+        status, handle = state.status, state.handle
+        if handle and handle.native and status and (state.pending or status.state is State.PENDING):
+            from executors.supervision.slots.waiting import log_wait
+
+            log_wait(state, self.emit, self.clock.now())
 
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
