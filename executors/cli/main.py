@@ -35,6 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
         os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        from diloco.process.loopback import pass_the_proxy
+
+        pass_the_proxy(os.environ)
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     survive_lost_output("stderr")  # the exit code, which programs read, stays the same
     try:
