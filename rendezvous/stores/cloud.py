@@ -169,8 +169,12 @@ class CloudStore:
             parts = {"chunk_size": part, "max_concurrency": at_once}
         if (content_type := layout.content_type(key)) is not None:
             parts["attributes"] = {"Content-Type": content_type}
-        client = lambda at: at.for_small if len(body) <= SMALL else at.for_writing  # noqa: E731
-        self._ask_bucket("write", key, lambda at: client(at).put(key, body, use_multipart=not single, **parts))
+
+        def send(at: Clients) -> object:
+            client = at.for_small if len(body) <= SMALL else at.for_writing
+            return client.put(key, body, use_multipart=not single, **parts)
+
+        self._ask_bucket("write", key, send)
 
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)
@@ -624,13 +628,13 @@ def _proxy() -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Return a text for an error that has no status.  The text has no URLs and no parts that may be keys."""
+    """Return a text for an error that has no status, without URLs (but the server's) and without possible keys."""
     text = str(error)
     if kind := _first_match(r"kind: (Connect|Timeout|Interrupted)", text):
         server = _first_match(r"Error performing \w+ (https?://[^/?@\s]+)[/?]", text)
         why = next((f": {said}" for word, said in _NO_CONNECTION.items() if word in text), "")
-        words = {"Connect": f"no connection{f' to {server}' if server else ''}{why}", "Timeout": "no answer in time"}
-        return words.get(kind, "the connection broke") + _proxy()
+        words = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
+        return f"{words}{' to ' + server if server and kind == 'Connect' else ''}{why}{_proxy()}"
     if "HTTP error" in text:
         return "the connection broke"
     line = re.split(r"\n|<\?xml|Server returned", text)[0][:200]
