@@ -372,7 +372,7 @@ def _check_settings(address: Address, endpoint: str) -> None:
     for name, value in os.environ.items():
         if name.startswith(("AWS_", "AZURE_", "HF_S3")) and not (value.isprintable() and value == value.strip()):
             raise ValueError(
-                f"the variable {name} has a blank or a line break at an end or in it: set it again, without"
+                f"the variable {name} begins or ends with a blank, or has a line break: set it again, without"
             )
     server = urlsplit(endpoint)
     if endpoint and (server.scheme not in ("http", "https") or not server.hostname):
@@ -566,6 +566,8 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
         return "The proxy wants a name and a password: set HTTPS_PROXY=http://NAME:PASSWORD@HOST:PORT (or HTTP_PROXY)"
     if not code and (status[:1] in ("3", "4") or status == "511") and re.search(r"(?i)<html|<!doctype html", text):
         return _not_a_store()
+    if "Failed to read token file" in text:
+        return "AWS_WEB_IDENTITY_TOKEN_FILE must name a file that this process can read"
     if code in _NO_BUCKET:
         return f"There is no bucket {address.bucket!r}: create it ({_how_to_create(address)}) or correct the URL"
     if code in _EXPIRED:

@@ -372,6 +372,15 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+def test_a_token_file_that_is_not_there_is_named(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
+    with pytest.raises(StoreRefused, match="AWS_WEB_IDENTITY_TOKEN_FILE must name a file"):
+        at().get("k")
+
+
 def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
     said = list[str]()
     store = PatientStore(at(), SystemClock(), 60.0, on_trouble=said.append)
@@ -739,7 +748,7 @@ def test_a_host_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_line_break_in_a_variable_is_refused_by_name(name: str, value: str, s3: S3Server, monkeypatch) -> None:
     """obstore's Rust panics for one in a header; in a secret, it only signs wrongly."""
     monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=f"the variable {name} has a blank or a line break") as found:
+    with pytest.raises(ValueError, match=f"the variable {name} begins or ends with a blank") as found:
         at()
     assert_clean(str(found.value))
 
