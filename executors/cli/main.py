@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     if os.environ.get("PYTHONOPTIMIZE", "0") not in "01":
         os.environ["PYTHONOPTIMIZE"] = "1"  # for children: transformers reads docstrings, which -OO takes out
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        import_module("diloco.process.loopback").pass_the_proxy(os.environ)
     words, command = split_command(sys.argv[1:] if argv is None else argv)
     survive_lost_output("stderr")  # the exit code, which programs read, stays the same
     try:
@@ -71,9 +73,7 @@ def split_command(argv: Iterable[str]) -> tuple[list[str], list[str]]:
 
     ("bisect", "RUN", "--", "cmd", "-x") -> (["bisect", "RUN"], ["cmd", "-x"])"""
     words = [*argv]
-    if not words or words[0] not in WITH_COMMAND or "--" not in words:
-        return words, []
-    at = words.index("--")
+    at = words.index("--") if "--" in words and words[0] in WITH_COMMAND else len(words)
     return words[:at], words[at + 1 :]
 
 

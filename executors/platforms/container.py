@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 from diloco.process import exitcodes
 from diloco.process.disk import is_full
 from diloco.process.full_disk import full_disk_words
+from diloco.process.loopback import pass_the_proxy
 from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
 from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
@@ -111,6 +112,7 @@ def _run_child(
 ) -> tuple[dict[str, Any], BaseException | None]:
     began = time.monotonic()
     os.environ.update(spec.env)  # why_unreachable needs the store's variables, too
+    pass_the_proxy(os.environ)
     try:
         unfit = why_unreachable(spec.run) if spec.entrypoint == REPLICA else None
     except BaseException as interruption:

@@ -10,7 +10,8 @@
     obstore's error                               our error
     AlreadyExists                                 KeyExists      (a 409 does not prove that an object is there:
                                                                  put_once reads the key)
-    403, expired, no such bucket, quota full, …   StoreRefused   with advice; the next request makes a new client
+    403, expired, no such bucket, quota full,     StoreRefused   with advice; the next request makes a new client
+    a certificate, a page of HTML, …
     an error for which we have no advice          StoreUnclear   the request may have succeeded
 
 obstore's own threads move the bytes, and hardly need the GIL.  After a refusal, the environment and ~/.aws/credentials
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Credential
 
+SMALL = 1 << 20
 SINGLE = 64 << 20
 PART = 32 << 20
 PARTS_AT_ONCE = 8
@@ -88,6 +90,7 @@ class Clients:
 
     for_registers    no retry
     for_reading      a limit on silence, and 12 hours while bytes arrive
+    for_small        uploads of up to SMALL bytes, such as heartbeats: a lost answer costs one silence
     for_writing      a limit for long uploads
     for_deleting     one request per key
     Each client is made at its first use, because that takes 6 ms and a view of a run only reads.
@@ -96,6 +99,7 @@ class Clients:
     def __init__(self, address: Address, silence: timedelta, request_s: float) -> None:
         self._address, self._endpoint, self._silence = address, _endpoint_of(address), silence
         self._request_s = request_s  # time limit of one request of an upload, in seconds
+        _check_settings(address, self._endpoint)
         self._common: ClientConfig = {"connect_timeout": "5s", "allow_http": _plain_http(self._endpoint)}
 
     @cached_property
@@ -105,6 +109,10 @@ class Clients:
     @cached_property
     def for_reading(self) -> Bucket:
         return self._make_client({"read_timeout": self._silence, "timeout": "12h"})
+
+    @cached_property
+    def for_small(self) -> Bucket:
+        return self._make_client({"timeout": self._silence})
 
     @cached_property
     def for_writing(self) -> Bucket:
@@ -161,7 +169,12 @@ class CloudStore:
             parts = {"chunk_size": part, "max_concurrency": at_once}
         if (content_type := layout.content_type(key)) is not None:
             parts["attributes"] = {"Content-Type": content_type}
-        self._ask_bucket("write", key, lambda at: at.for_writing.put(key, body, use_multipart=not single, **parts))
+
+        def send(at: Clients) -> object:
+            client = at.for_small if len(body) <= SMALL else at.for_writing
+            return client.put(key, body, use_multipart=not single, **parts)
+
+        self._ask_bucket("write", key, send)
 
     def create(self, key: str, body: Buffer) -> None:
         plain_key(key)
@@ -238,11 +251,16 @@ class CloudStore:
         stay_home()
         try:
             clients = _clients_for(self.address, self._silence_s, self._uplink.request_s)
-            _ = clients.for_reading  # all four take the same address and options
+            _ = clients.for_reading  # all take the same address and options
             return clients
         except BaseError as error:
             why = _in_words(error)
-        raise StoreRefused(f"cannot open {self.url}: {why}. {_keys_of(self.address.scheme)}")
+        files = " and ".join(name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name))
+        if files and "builder error" in why:
+            advice = f"{files} is set: no certificate in PEM (-----BEGIN CERTIFICATE-----) was found there"
+        else:
+            advice = _keys_of(self.address.scheme)
+        raise StoreRefused(f"cannot open {self.url}: {why}. {advice}")
 
     def _ask_bucket(self, verb: str, key: str, request: Callable[[Clients], T], missing: bool = False) -> T | None:
         """Return the answer; None for a missing object, if `missing` allows it.   Raise a StoreError for an error."""
@@ -251,6 +269,13 @@ class CloudStore:
             return request(at)
         except (BaseError, OSError, ValueError) as error:
             failure = explain_error(self.address, verb, key, error, missing)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of obstore's Rust, which is no Exception
+                raise
+            failure = StoreRefused(
+                f"cannot {verb} {self.url}: obstore cannot make the request. Look for a line break or a blank in the "
+                f"keys, the region or the endpoint. {_keys_of(self.address.scheme)}"
+            )
         if isinstance(failure, StoreRefused):
             _forget_clients()
         if failure is not None:
@@ -262,6 +287,8 @@ def _read_object(bucket: Bucket, key: str) -> bytes:
     """Return the object.  If the object is too long, return one byte more than allowed and close the connection."""
     most = layout.most_bytes(key)
     found = bucket.get(key)
+    if found.attributes.get("Content-Type", "").startswith("text/html") and layout.content_type(key) is None:
+        raise StoreRefused(f"cannot read {key}: {_not_a_store()}")
     if found.meta["size"] <= most:
         return found.bytes().to_bytes()
     body = bytearray()
@@ -338,6 +365,26 @@ def _plain_http(endpoint: str) -> bool:
     raise ValueError(
         f"http://{parts.hostname} would carry the run unencrypted; use https, or set AWS_ALLOW_HTTP=true if you mean it"
     )
+
+
+def _check_settings(address: Address, endpoint: str) -> None:
+    """Raise ValueError for a setting with which obstore panics, signs wrongly, or asks another server than aws does."""
+    for name, value in os.environ.items():
+        if name.startswith(("AWS_", "AZURE_", "HF_S3")) and not (value.isprintable() and value == value.strip()):
+            raise ValueError(
+                f"the variable {name} begins or ends with a blank, or has a line break: set it again, without"
+            )
+    server = urlsplit(endpoint)
+    if endpoint and (server.scheme not in ("http", "https") or not server.hostname):
+        shown = endpoint.rpartition("@")[2]
+        raise ValueError(
+            f"the endpoint {shown!r} is not the address of a server: write https://HOST or https://HOST:PORT"
+        )
+    if address.scheme == "s3" and not endpoint and (named := _profile_in(_aws_file("CONFIG")).get("endpoint_url")):
+        raise ValueError(
+            f"~/.aws/config names the endpoint {named.rpartition('@')[2]!r}. Other machines' replicas do not have "
+            f"that file, so it is not used: set AWS_ENDPOINT_URL, or write {address.url.partition('?')[0]}?endpoint=…"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -421,8 +468,10 @@ def _thread_pool() -> ThreadPoolExecutor:
 # ---------------------------------------------------------------------- credentials
 
 
-def _credentials_file() -> Path:
-    return Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+def _aws_file(kind: str) -> Path:
+    """Return the path of a file of AWS's own tools.   kind: SHARED_CREDENTIALS or CONFIG."""
+    named = os.environ.get(f"AWS_{kind}_FILE")
+    return Path(named or os.path.expanduser("~/.aws/" + ("config" if kind == "CONFIG" else "credentials")))
 
 
 def _file_counts() -> bool:
@@ -431,20 +480,26 @@ def _file_counts() -> bool:
     Keys in the environment come first, unless a request was refused and the file is newer than this process.
     """
     try:
-        written = _credentials_file().stat().st_mtime
-    except (OSError, RuntimeError):  # a user without a home
+        written = _aws_file("SHARED_CREDENTIALS").stat().st_mtime
+    except OSError:
         return False
     in_environment = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_WEB_IDENTITY_TOKEN_FILE")
     return (not in_environment or (_refusals > 0 and written > _began)) and bool(_read_profile())
 
 
 def _read_profile() -> dict[str, str]:
-    file = configparser.ConfigParser(interpolation=None)
-    with suppress(configparser.Error, OSError):
-        file.read(_credentials_file())
-    name = os.environ.get("AWS_PROFILE") or "default"
-    found = dict(file[name]) if name in file else {}
+    found = _profile_in(_aws_file("SHARED_CREDENTIALS"))
     return found if "aws_access_key_id" in found and "aws_secret_access_key" in found else {}
+
+
+def _profile_in(path: Path) -> dict[str, str]:
+    """Return the settings of AWS_PROFILE in this file; {} without them."""
+    file = configparser.ConfigParser(interpolation=None)
+    with suppress(configparser.Error, OSError, UnicodeError):
+        file.read(path)
+    name = os.environ.get("AWS_PROFILE") or "default"
+    section = f"profile {name}" if f"profile {name}" in file else name
+    return dict(file[section]) if section in file else {}
 
 
 def credentials_from_file() -> "S3Credential":
@@ -465,6 +520,15 @@ _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "In
 _WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
+_CERTIFICATE = {  # rustls's word -> what is wrong, and what you can do
+    "UnknownIssuer": "no authority that is known here has signed it. Name a file with your organisation's authority in "
+    "SSL_CERT_FILE, or a folder in SSL_CERT_DIR (AWS_CA_BUNDLE and REQUESTS_CA_BUNDLE are not read)",
+    "CaUsedAsEndEntity": "it is an authority's own. Give the server one of CA:FALSE that this authority has signed, "
+    "and name the authority's in SSL_CERT_FILE",
+    "Expired": "it has expired. Renew it on the server, or set this machine's clock",
+    "NotValidForName": "it is another host's. Write the name that it is for into the endpoint",
+}
+_NO_CONNECTION = {"dns error": "there is no host of that name", "TunnelUnsuccessful": "the proxy refuses it"}
 _METADATA = ("169.254.169.254", "metadata.google.internal")  # clients try them last, if they find no credentials
 
 
@@ -491,7 +555,19 @@ def explain_error(address: Address, verb: str, key: str, error: Exception, missi
 def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text: str) -> str:
     """Return advice on the next thing to do; "" if a retry may help."""
     if any(host in text for host in _METADATA):
-        return f"No credentials were found. {_keys_of(address.scheme)}"
+        export = (
+            '; `eval "$(aws configure export-credentials --format env)"` sets those of a login, a role or a command'
+        )
+        return f"No credentials were found. {_keys_of(address.scheme)}{export if address.scheme == 's3' else ''}"
+    if bad := "".join(_first_match(r"InvalidCertificate\(([\w(\s]+)", text).split()):
+        why = next((said for word, said in _CERTIFICATE.items() if word in bad), f"it is not valid ({bad})")
+        return f"The server's certificate is refused: {why}"
+    if status == "407":
+        return "The proxy wants a name and a password: set HTTPS_PROXY=http://NAME:PASSWORD@HOST:PORT (or HTTP_PROXY)"
+    if not code and (status[:1] in ("3", "4") or status == "511") and re.search(r"(?i)<html|<!doctype html", text):
+        return _not_a_store()
+    if "Failed to read token file" in text:
+        return "AWS_WEB_IDENTITY_TOKEN_FILE must name a file that this process can read"
     if code in _NO_BUCKET:
         return f"There is no bucket {address.bucket!r}: create it ({_how_to_create(address)}) or correct the URL"
     if code in _EXPIRED:
@@ -508,6 +584,13 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
     if status in ("401", "403") or code in _WRONG_KEYS or text.startswith("The operation lacked "):
         return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
     return ""
+
+
+def _not_a_store() -> str:
+    return (
+        f"A page of HTML answered, and no store: the endpoint is another server's address, or a proxy, a firewall or a "
+        f"login page is in between{_proxy()}. Open the endpoint in a browser on this machine, or name it in NO_PROXY"
+    )
 
 
 def _keys_of(scheme: str) -> str:
@@ -547,13 +630,16 @@ def _proxy() -> str:
 
 
 def _in_words(error: Exception) -> str:
-    """Return a text for an error that has no status.  The text has no URLs and no parts that may be keys."""
-    kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
-    if kind:
-        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke") + _proxy()
-    if "HTTP error" in str(error):
+    """Return a text for an error that has no status, without URLs (but the server's) and without possible keys."""
+    text = str(error)
+    if kind := _first_match(r"kind: (Connect|Timeout|Interrupted)", text):
+        server = _first_match(r"Error performing \w+ (https?://[^/?@\s]+)[/?]", text)
+        why = next((f": {said}" for word, said in _NO_CONNECTION.items() if word in text), "")
+        words = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
+        return f"{words}{' to ' + server if server and kind == 'Connect' else ''}{why}{_proxy()}"
+    if "HTTP error" in text:
         return "the connection broke"
-    line = re.split(r"\n|<\?xml|Server returned", str(error))[0][:200]
+    line = re.split(r"\n|<\?xml|Server returned", text)[0][:200]
     line = re.sub(r"\S*://\S+", "…", line)
     return re.sub(r"[\w+/=-]{16,}", "…", line).strip() or type(error).__name__
 

@@ -25,11 +25,16 @@ OVERWRITES = "silently overwrites: a second create of the same key went through"
 
 @dataclass(frozen=True)
 class Race:
-    """Result of a race.   winners: their number in each round.   stands: whether the store kept the winners' bodies."""
+    """Result of a race.
+
+    winners: their number in each round.   stands: whether the store kept the winners' bodies.   trouble: the newest
+    error of a writer.
+    """
 
     racers: int
     winners: tuple[int, ...]
     stands: bool
+    trouble: str = ""
 
     def why_unfit(self) -> str | None:
         """Return why the store cannot hold registers; None if it can."""
@@ -38,7 +43,8 @@ class Race:
         if not self.stands:
             return "the store told a writer that its object was stored, and the key has another object"
         if not any(self.winners):
-            return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers"
+            why = f" ({self.trouble})" if self.trouble else ""
+            return f"no key could be created in {len(self.winners)} rounds of {self.racers} writers{why}"
         return None
 
 
@@ -59,21 +65,24 @@ def race_writers(store: Store, clock: Clock, at: str = "", rounds: int = ROUNDS,
     at: prefix of the keys; "": a new prefix, whose keys are deleted afterwards.
     """
     place = at or f"probe/{os.urandom(6).hex()}/race/"
-    winners: list[int] = []
+    winners, troubles = list[int](), list[str]()
     stands = True
     try:
         for n in range(rounds):
-            won = _one_race(store, f"{place}{n}", racers)
+            won = _one_race(store, f"{place}{n}", racers, troubles)
             winners.append(len(won))
             stands &= len(won) != 1 or retry_unclear(clock, lambda n=n: store.get(f"{place}{n}")) == won[0]
     finally:
         if not at:
             store.delete([f"{place}{n}" for n in range(rounds)])
-    return Race(racers, tuple(winners), stands)
+    return Race(racers, tuple(winners), stands, troubles[-1] if troubles else "")
 
 
-def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
-    """Run one round.   Return the bodies whose creation succeeded.   Raise StoreRefused if all writers were refused."""
+def _one_race(store: Store, key: str, racers: int, troubles: list[str]) -> list[bytes]:
+    """Run one round.   Return the bodies whose creation succeeded.   Raise StoreRefused if all writers were refused.
+
+    troubles: gets the texts of unclear errors.
+    """
     gate = threading.Barrier(racers)
     won = list[bytes]()
     refused = list[StoreRefused]()
@@ -84,8 +93,10 @@ def _one_race(store: Store, key: str, racers: int) -> list[bytes]:
         try:
             store.create(key, body)
             won.append(body)
-        except (KeyExists, StoreUnclear):
+        except KeyExists:
             return
+        except StoreUnclear as error:
+            troubles.append(str(error))
         except StoreRefused as error:
             refused.append(error)
 

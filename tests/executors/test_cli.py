@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import tomllib
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from diloco.run.config import load_config
@@ -31,6 +33,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
 from tests.diloco.test_report import killed_and_replaced
 from tests.support.command import verbs
+from tests.support.s3_server import S3Server
 
 ROOT = Path(__file__).parents[2]
 VERBS = tuple(verbs())
@@ -450,3 +453,25 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(monkeypatch):
     assert entry() == 130
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts == {"diloco": f"{entry.__module__}:{entry.__name__}"}
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "expected"),
+    [
+        ("", "", ["localhost,127.0.0.1,::1"] * 2),
+        ("", ".corp", [".corp,localhost,127.0.0.1,::1"] * 2),
+        ("a.corp, localhost", "b.corp", ["a.corp,localhost,127.0.0.1,::1", "b.corp,localhost,127.0.0.1,::1"]),
+        ("*", "", ["*", "*"]),
+    ],
+)
+def test_a_proxy_gets_no_request_to_this_machine(upper: str, lower: str, expected: list[str], monkeypatch) -> None:
+    """Seen with a proxy of a company and no NO_PROXY: an agent's requests to its endpoint went to the proxy."""
+    for name, value in {"NO_PROXY": upper, "no_proxy": lower, "HTTP_PROXY": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with S3Server() as server:
+        assert cli.main(["completion", "bash"]) == 0
+        assert [os.environ["NO_PROXY"], os.environ["no_proxy"]] == expected
+        assert httpx.get(f"{server.endpoint}/-/control").status_code == 200
+        with urllib.request.urlopen(f"{server.endpoint}/-/control") as answer:
+            assert answer.status == 200

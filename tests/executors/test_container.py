@@ -50,6 +50,10 @@ def greets(name: str, folder: str = "") -> dict[str, Any]:
     return {"name": name, "place": os.environ["DILOCO_PLACE"], "word": os.environ.get("WORD"), "pid": os.getpid()}
 
 
+def no_proxy_here() -> list[str | None]:
+    return [os.environ.get("NO_PROXY"), os.environ.get("no_proxy")]
+
+
 def long_answer(length: int) -> str:
     return "é" * length
 
@@ -195,6 +199,13 @@ def test_an_interruption_while_the_child_starts_leaves_nobody_behind(monkeypatch
 def test_a_killed_child_is_told_with_its_signal() -> None:
     end = run_replica(spec("killed").to_dict(), "somewhere")
     assert (end["exit_code"], end["reason"]) == (-signal.SIGKILL, "killed by SIGKILL")
+
+
+def test_a_replicas_requests_to_its_own_machine_pass_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    here = ".corp,localhost,127.0.0.1,::1"
+    assert run_replica(spec("no_proxy_here", env={"NO_PROXY": ".corp"}).to_dict(), "x")["value"] == [here, here]
 
 
 def test_as_a_command_its_end_is_the_end_of_its_log() -> None:

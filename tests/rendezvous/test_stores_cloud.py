@@ -2,15 +2,23 @@
 
 import json
 import os
+import re
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
@@ -42,6 +50,7 @@ def keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [n for n in os.environ if n.startswith(("AWS_", "GOOGLE_", "AZURE_", "HF_S3"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDTEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -220,6 +229,15 @@ def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
     answered.set()
 
 
+def test_the_lost_answer_to_a_small_write_costs_one_silence(s3: S3Server) -> None:
+    """Seen with tinyproxy, which kept some answers: a heartbeat or a log stood still for 120 s."""
+    answered = threading.Event()
+    s3.fault("slow", op="PutObject", until=answered)
+    at(silence_s=0.5).put("beat", b"x")
+    assert s3.count("PutObject") == 2 and not answered.is_set()
+    answered.set()
+
+
 def test_a_store_knows_how_long_a_request_takes(s3: S3Server) -> None:
     store = at()
     s3.latency_s = 0.2
@@ -354,6 +372,15 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+def test_a_token_file_that_is_not_there_is_named(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
+    with pytest.raises(StoreRefused, match="AWS_WEB_IDENTITY_TOKEN_FILE must name a file"):
+        at().get("k")
+
+
 def test_a_token_that_expires_is_waited_for(s3: S3Server) -> None:
     said = list[str]()
     store = PatientStore(at(), SystemClock(), 60.0, on_trouble=said.append)
@@ -604,3 +631,159 @@ def test_a_proxy_of_the_environment_is_named_when_there_is_no_answer(kind: str, 
     assert "PROXY" not in cloud._in_words(error)
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy:1")
     assert cloud._in_words(error).endswith(" (HTTP_PROXY is set)")
+
+
+# ---------------------------------------------------------------------- a network of somebody else's
+
+
+@contextmanager
+def answers(reply: bytes, context: ssl.SSLContext | None = None) -> Iterator[int]:
+    """Answer each request with these bytes, and close the connection.   Yield the port."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection = listener.accept()[0]
+                with context.wrap_socket(connection, server_side=True) if context else connection as open_one:
+                    head, _, body = open_one.recv(1 << 16).partition(b"\r\n\r\n")
+                    length = int(found[1]) if (found := re.search(rb"(?i)content-length: (\d+)", head)) else 0
+                    while len(body) < length:
+                        body += open_one.recv(1 << 16)
+                    open_one.sendall(reply)
+            except ssl.SSLError:
+                continue  # the client did not like the certificate
+            except OSError:
+                if listener.fileno() < 0:
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def html(status: str) -> bytes:
+    page = b"<!DOCTYPE html><html><body>Guest Wi-Fi: log in</body></html>"
+    return f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page
+
+
+@pytest.mark.parametrize(
+    "status", ["200 OK", "403 Forbidden", "405 Not Allowed", "511 Network Authentication Required"]
+)
+def test_a_page_of_html_is_no_object_and_no_stores_refusal(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with a login page that answered each request: `status` asked for the run key of a run that was not there."""
+    with answers(html(status)) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with pytest.raises(StoreRefused, match=r"cannot read .*A page of HTML answered.*login page"):
+            at().get("run.json")
+
+
+def test_a_page_of_the_run_itself_may_be_html(s3: S3Server) -> None:
+    at().put("page/index.html", b"<html></html>")
+    assert at().get("page/index.html") == b"<html></html>"
+
+
+def test_a_proxy_that_wants_a_password_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with tinyproxy's BasicAuth."""
+    with answers(html("407 Proxy Authentication Required")) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with pytest.raises(StoreRefused, match=r"407.*proxy wants a name and a password: set HTTPS_PROXY"):
+            at().get("k")
+
+
+def certificate(folder: Path, host: str, ends: datetime, authority: bool) -> Path:
+    """Write a certificate that has signed itself, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host)])
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(7).not_valid_before(datetime(2020, 1, 1)).not_valid_after(ends)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
+    made = made.add_extension(x509.BasicConstraints(authority, None), critical=True).sign(key, hashes.SHA256())
+    pem = serialization.Encoding.PEM
+    kind, no_password = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path = folder / "server.pem"
+    path.write_bytes(key.private_bytes(pem, kind, no_password) + made.public_bytes(pem))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("host", "year", "authority", "trusted", "words"),
+    [
+        ("localhost", 2999, False, False, "no authority that is known here.*SSL_CERT_FILE.*REQUESTS_CA_BUNDLE are not"),
+        ("localhost", 2021, False, True, "has expired"),
+        ("elsewhere.example", 2999, False, True, "another host's"),
+        ("localhost", 2999, True, True, "an authority's own.*CA:FALSE"),
+    ],
+)
+def test_a_refused_certificate_says_why_at_once(
+    host: str, year: int, authority: bool, trusted: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = certificate(tmp_path, host, datetime(year, 1, 1), authority)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    cloud._forget_clients()
+    with answers(b"", context) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://localhost:{port}")
+        with pytest.raises(StoreRefused, match=rf"no connection to https://localhost:{port}.*certificate.*{words}"):
+            at().create("k", b"x")
+
+
+def test_a_host_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://no-such-host.invalid")
+    words = r"no connection to https://no-such-host\.invalid: there is no host of that name"
+    with pytest.raises(StoreUnclear, match=words):
+        at().create("k", b"x")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ACCESS_KEY_ID", "AKIDTEST\n"), ("AWS_SECRET_ACCESS_KEY", "x\r"), ("AWS_SESSION_TOKEN", " x"),
+        ("AWS_REGION", "us-east-1\n"),
+    ],
+)  # fmt: skip
+def test_a_line_break_in_a_variable_is_refused_by_name(name: str, value: str, s3: S3Server, monkeypatch) -> None:
+    """obstore's Rust panics for one in a header; in a secret, it only signs wrongly."""
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"the variable {name} begins or ends with a blank") as found:
+        at()
+    assert_clean(str(found.value))
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "127.0.0.1:9000", "https//minio", "http:/minio", "https://"])
+def test_an_endpoint_without_a_scheme_is_refused(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=rf"the endpoint '{endpoint}' is not the address of a server: write https://"):
+        at(f"s3://bucket/run?endpoint={endpoint}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"me:{SECRET}@{endpoint}")
+    with pytest.raises(ValueError, match="not the address of a server") as found:
+        at()
+    assert_clean(str(found.value))
+
+
+def test_a_panic_of_the_client_is_a_refusal(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://mi nio:9000")
+    with pytest.raises(StoreRefused, match=r"obstore cannot make the request.*or a blank"):
+        at().get("k")
+
+
+def test_a_file_of_no_certificates_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    cloud._forget_clients()
+    with pytest.raises(StoreRefused, match=r"SSL_CERT_FILE is set: no certificate in PEM.* was found there"):
+        at()
+
+
+def test_an_endpoint_of_aws_config_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aws would ask that server, and we Amazon's: a bucket of the same name may be there."""
+    (tmp_path / "config").write_text("[profile r2]\nendpoint_url = https://r2.example\n")
+    at()  # the default profile names none
+    monkeypatch.setenv("AWS_PROFILE", "r2")
+    with pytest.raises(
+        ValueError, match=r"'https://r2\.example'.*set AWS_ENDPOINT_URL, or write s3://bucket/run\?endp"
+    ):
+        at()
+    at("s3://bucket/run?endpoint=https://r2.example")
