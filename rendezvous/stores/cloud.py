@@ -369,8 +369,9 @@ def _plain_http(endpoint: str) -> bool:
 
 def _check_settings(address: Address, endpoint: str) -> None:
     """Raise ValueError for a setting with which obstore panics, signs wrongly, or asks another server than aws does."""
+    read = {"s3": ("AWS_", "HF_S3"), "az": ("AZURE_STORAGE_",)}.get(address.scheme, ())
     for name, value in os.environ.items():
-        if name.startswith(("AWS_", "AZURE_", "HF_S3")) and not (value.isprintable() and value == value.strip()):
+        if name.startswith(read) and not (value.isprintable() and value == value.strip()):
             raise ValueError(
                 f"the variable {name} begins or ends with a blank, or has a line break: set it again, without"
             )
@@ -519,6 +520,7 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"}
 _WRONG_KEYS = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AuthenticationFailed", "InvalidAuthenticationInfo"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+_LATER = {"408", "425", "429"}  # statuses that ask for a later request
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
 _CERTIFICATE = {  # rustls's word -> what is wrong, and what you can do
     "UnknownIssuer": "no authority that is known here has signed it. Name a file with your organisation's authority in "
@@ -564,7 +566,8 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
         return f"The server's certificate is refused: {why}"
     if status == "407":
         return "The proxy wants a name and a password: set HTTPS_PROXY=http://NAME:PASSWORD@HOST:PORT (or HTTP_PROXY)"
-    if not code and (status[:1] in ("3", "4") or status == "511") and re.search(r"(?i)<html|<!doctype html", text):
+    is_page = not code and re.search(r"(?i)<html|<!doctype html", text)
+    if is_page and (status[:1] in ("3", "4") or status == "511") and status not in _LATER:
         return _not_a_store()
     if "Failed to read token file" in text:
         return "AWS_WEB_IDENTITY_TOKEN_FILE must name a file that this process can read"

@@ -678,6 +678,13 @@ def test_a_page_of_html_is_no_object_and_no_stores_refusal(status: str, monkeypa
             at().get("run.json")
 
 
+def test_a_page_that_asks_for_a_later_request_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answers(html("429 Too Many Requests")) as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with pytest.raises(StoreUnclear):
+            at().create("a/b", b"x")
+
+
 def test_a_page_of_the_run_itself_may_be_html(s3: S3Server) -> None:
     at().put("page/index.html", b"<html></html>")
     assert at().get("page/index.html") == b"<html></html>"
