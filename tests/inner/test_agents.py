@@ -360,6 +360,8 @@ def test_a_completion_has_openais_form(served: Any) -> None:
     found = json.loads(text)
     assert status == 200 and found["choices"][0]["finish_reason"] == "tool_calls"
     assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    another = json.loads(served("/chat/completions", b'{"messages": []}')[1])
+    assert found["id"] != another["id"], "some clients take replies of one id for one reply"
 
 
 def test_a_streamed_reply_comes_as_events(served: Any) -> None:

@@ -11,11 +11,13 @@ Not promised: other routes (responses, completions, embeddings); speed of single
 
 import json
 import socket
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, cast
+from uuid import uuid4
 
 NAME = "policy"  # the model's name in replies; a request may name any
 LARGEST = 64 * 2**20  # bytes of a request
@@ -152,5 +154,6 @@ def completion(reply: Mapping[str, Any], *, ended: str, read: int, written: int)
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     choice = {"index": 0, "message": dict(reply), "finish_reason": ended, "logprobs": None}
     return {
-        "id": "chatcmpl", "object": "chat.completion", "created": 0, "model": NAME, "choices": [choice], "usage": usage,
+        "id": f"chatcmpl-{uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": NAME,
+        "choices": [choice], "usage": usage,
     }  # fmt: skip
