@@ -184,20 +184,12 @@ class SlurmExecutor(Executor):
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
-        if kind not in ("", "1") and (kinds := self._gpu_kinds()) is not None and kind not in kinds:  # "1": any kind
+        if (
+            kind not in ("", "1") and (kinds := _gpu_kinds(self._cluster)) is not None and kind not in kinds
+        ):  # "1": any kind
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""
-
-    def _gpu_kinds(self) -> frozenset[str] | None:
-        """Return the kinds of GPU that the nodes have; None if sinfo does not show them."""
-        if self._cluster == "local":
-            return frozenset()
-        try:
-            answer = subprocess.run(["sinfo", "-h", "-o", "%G"], capture_output=True, text=True, check=True, timeout=30)
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return frozenset(re.findall(r"gpu:([A-Za-z][\w.-]*)", answer.stdout)) or None
 
     def _limit_minutes(self, spec: ReplicaSpec) -> int:
         seconds = spec.timeout_s or min(self._timeout_s, self._longest_s)
@@ -206,18 +198,10 @@ class SlurmExecutor(Executor):
     @cached_property
     def _longest_s(self) -> float:
         """The longest time that the partition gives a job, in seconds; inf if it has no limit, or sinfo names none."""
-        if self._cluster == "local":
-            return math.inf
         asked = self._sbatch.get("partition")
-        which = [f"--partition={asked}"] if asked else []
-        try:
-            command = ["sinfo", "-h", "-o", "%P|%l", *which]
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-        except (OSError, subprocess.SubprocessError):
-            return math.inf
-        rows = [line.split("|") for line in answer.splitlines() if "|" in line]
-        limits = [_seconds_in(row[1]) for row in rows if asked or row[0].endswith("*")]
-        return max(limits, default=math.inf)
+        rows = [] if self._cluster == "local" else _sinfo("%P|%l", *([f"--partition={asked}"] if asked else []))
+        named = [row.split("|") for row in rows if "|" in row and (asked or row.split("|")[0].endswith("*"))]
+        return max((_seconds_in(limit) for _, limit in named), default=math.inf)
 
     def _run_folder(self, run: str) -> Path:
         folder = folder_of(run)
@@ -322,6 +306,21 @@ def _check_cluster(cluster: str) -> None:
             "there is no `sbatch` here, so this is not a machine that can submit Slurm jobs. Run the same command on "
             "your cluster's login node, or use --executor local"
         )
+
+
+def _sinfo(columns: str, *options: str) -> list[str]:
+    """Return what sinfo says of the cluster's partitions or nodes; [] if it gives no answer."""
+    try:
+        command = ["sinfo", "-h", "-o", columns, *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def _gpu_kinds(cluster: str) -> set[str] | None:
+    """Return the kinds of GPU that the nodes have; None if sinfo does not show them."""
+    found = re.findall(r"gpu:([A-Za-z][\w.-]*)", "\n".join([] if cluster == "local" else _sinfo("%G")))
+    return set(found) if found or cluster == "local" else None
 
 
 def _seconds_in(limit: str) -> float:
