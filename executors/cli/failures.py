@@ -69,6 +69,8 @@ def explain_error(error: Exception) -> tuple[str, int]:
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and error.errno in NO_ANSWER and error.filename:
         return AWAY.format(error.filename, error.strerror), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and error.errno == errno.EROFS and error.filename:
+        return f"{error.filename} is on a read-only file system. Name a place that can be written", exitcodes.USER_ERROR
     if str(error) == HOMELESS:
         return NO_HOME.format(os.getuid()), exitcodes.USER_ERROR
     if isinstance(error, PermissionError) and error.filename:

@@ -136,6 +136,12 @@ def test_a_file_system_without_an_answer_is_no_mistake_in_the_command(number: in
     assert text.startswith(f"the file system of run/run.json gives no answer: {os.strerror(number)}. A mount may be")
 
 
+def test_a_read_only_place_is_told() -> None:
+    """Before: "[Errno 30] Read-only file system".  Seen with `--to` on a mounted squashfs."""
+    text, code = explain_error(OSError(errno.EROFS, os.strerror(errno.EROFS), "image/out"))
+    assert code == 2 and text.startswith("image/out is on a read-only file system. Name")
+
+
 def test_an_account_without_a_home_is_told_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: Python's traceback, after the run was founded.  Seen with a uid that has no passwd entry."""
     monkeypatch.delenv("HOME", raising=False)
