@@ -72,9 +72,9 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def value(parser: Any, name: str, metavar: str, help: str, type: str = "", **more: Any) -> argparse.Action:
+def value(parser: Any, name: str, metavar: str, help: str, type: Any = None, **more: Any) -> argparse.Action:
     type = "local_path" if metavar in ("DIR", "FOLDER") else type
-    more["type"] = partial(_read_typed, type) if type else None
+    more["type"] = partial(_read_typed, type) if isinstance(type, str) else type
     return parser.add_argument(name, action=Once, metavar=metavar, help=help, **more)
 
 
