@@ -168,7 +168,7 @@ class Judge:
         return f"the command {' '.join(self.words)!r}"
 
     def _call(self, step: int, state: OuterState, stdout: int) -> "subprocess.CompletedProcess[str]":
-        with tempfile.TemporaryDirectory(prefix="diloco-judge-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="diloco-judge-", ignore_cleanup_errors=True) as scratch:
             folder = Path(scratch) / f"step-{step}"
             write_model(self.run, self.record, state, at=step, to=folder, merge=self.merge)
             words = [word.replace("{model}", str(folder)).replace("{step}", str(step)) for word in self.words]

@@ -189,7 +189,11 @@ class _Session(StandIn):
 
     def follow(self) -> None:
         """Compute the session's inner steps again, and compare its offers."""
-        with tempfile.TemporaryDirectory() as scratch, suppress(_Checked), _threads(self._threads()):
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+            suppress(_Checked),
+            _threads(self._threads()),
+        ):
             self._train(Path(scratch))
 
     def _train(self, scratch: Path) -> None:

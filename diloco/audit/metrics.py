@@ -116,7 +116,7 @@ def open_metric(
     """Open the requested metric, or else a metric on the run's own text or [eval]; None for a run without both.
 
     Raises ConfigError."""
-    with TemporaryDirectory(prefix="diloco-blame-") as scratch:
+    with TemporaryDirectory(prefix="diloco-blame-", ignore_cleanup_errors=True) as scratch:
         supervised = run.config.inner.loop == "supervised"
         if text is not None or (supervised and prompts is None):
             yield _open_text(run, record, Path(scratch), text)

@@ -39,7 +39,7 @@ def evaluate_step(
 ) -> Evaluation:
     """Score θ_step (default: the newest) on `prompts` (default: the run's [eval]).   Raises ConfigError."""
     record = model_record(run)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         scorer = OfflineScorer.open(run, record, Path(scratch), prompts=prompts, samples=samples)
         at, state = state_at(run, record, step)
         return scorer.score(at, state, report_progress)

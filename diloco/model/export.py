@@ -77,7 +77,7 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
     from inner.train.build import load_dequantised, load_start  # it imports transformers
 
     inner = run.config.inner
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         start = start_folder(run, record, Path(scratch) / "model")
         model, _ = load_start(start, inner.dtype, inner.lora)
         if record.base:
@@ -180,7 +180,7 @@ def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
     from inner.train.build import load_start  # it imports transformers
 
     config = run.config
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = start_folder(run, record, Path(scratch))
         model, _ = load_start(folder, config.inner.dtype, config.inner.lora)
         refuse_other_bits(record.theta, model)

@@ -70,7 +70,7 @@ def publish_model(run: Run, clock: Clock) -> ModelRecord:
         )
     import inner
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         files = fetch_files(run, folder / "code")
         if run.config.inner.named_files:

@@ -54,7 +54,7 @@ def _upload(session: Session, model: Any, tokenizer: Any, is_whole: bool, state:
     store, clock = session.rv.store, session.clock
     names = ("config", "generation_config")
     parts: list[Any] = [model] if is_whole else [getattr(model, name, None) for name in names]
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for part in (*parts, tokenizer):
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(scratch, **({"state_dict": state} if part is model and state else {}))

@@ -36,7 +36,7 @@ class Scratch:
 
     def __init__(self) -> None:
         remove_left_behind(Path(tempfile.gettempdir()))
-        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self._lock = _locked_file(Path(self._folder.name))
 
     def __enter__(self) -> Path:

@@ -212,7 +212,7 @@ def start_weights(run: "Run") -> FollowedWeights | None:
         return None
     from inner.train.build import load_start
 
-    with TemporaryDirectory() as scratch:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = start_folder(run, model_record(run), Path(scratch) / "model")
         model, _ = load_start(folder, run.config.inner.dtype, run.config.inner.lora)
     named = trainable_parameters(model)

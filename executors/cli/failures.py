@@ -20,6 +20,16 @@ FORBIDDEN = (
     "{}: operation not permitted. This machine forbids it to every account: its file system (a file that is immutable, "
     "a mount without this right), a sandbox or a privacy setting. Change that, or use another folder"
 )
+AWAY = (
+    "the file system of {} gives no answer: {}. A mount may be lost: look at it (`mount`), and mount it again. Then "
+    "repeat the command"
+)
+NO_ANSWER = {errno.ENOTCONN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ECONNABORTED}
+HOMELESS = "Could not determine home directory."  # the words of Path.home()
+NO_HOME = (
+    "this account (uid {}) has no home folder, and HOME is not set. Set HOME to a folder that the account may write "
+    '(HOME="$PWD"), then repeat the command'
+)
 LOST = (
     "no space left for the output of this command (stdout). Free some space there, or redirect the output; then repeat "
     "the command"
@@ -36,7 +46,7 @@ def is_expected(error: Exception) -> bool:
     from rendezvous.errors import RendezvousError
 
     known = ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError | ExecutorError
-    return isinstance(error, known)
+    return isinstance(error, known) or str(error) == HOMELESS
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
@@ -46,7 +56,7 @@ def explain_error(error: Exception) -> tuple[str, int]:
     from diloco.process.disk import is_full
     from diloco.views.trackers.tracker import TrackerBusy
     from executors.platforms.base import Unavailable
-    from rendezvous.errors import GaveUp, StoreFull, StoreUnclear
+    from rendezvous.errors import GaveUp, StoreFull, StoreGone, StoreUnclear
 
     if isinstance(error, StoreUnclear | GaveUp):  # a GaveUp's text says what to do
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
@@ -57,10 +67,17 @@ def explain_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and is_full(error):
         full = f"no space left on this machine's disk for its files{_where(error)}"
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
+    if isinstance(error, OSError) and error.errno in NO_ANSWER and error.filename:
+        return AWAY.format(error.filename, error.strerror), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and error.errno == errno.EROFS and error.filename:
+        return f"{error.filename} is on a read-only file system. Name a place that can be written", exitcodes.USER_ERROR
+    if str(error) == HOMELESS:
+        return NO_HOME.format(os.getuid()), exitcodes.USER_ERROR
     if isinstance(error, PermissionError) and error.filename:
         words = FORBIDDEN if error.errno == errno.EPERM else CLOSED
         return words.format(error.filename), exitcodes.USER_ERROR
-    return str(error), exitcodes.GAVE_UP if isinstance(error, Unavailable | TrackerBusy) else exitcodes.USER_ERROR
+    later = isinstance(error, Unavailable | TrackerBusy | StoreGone)
+    return str(error), exitcodes.GAVE_UP if later else exitcodes.USER_ERROR
 
 
 def _where(error: OSError) -> str:

@@ -15,22 +15,18 @@ from executors.cli.answers import Act, say
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-TYPES = (  # names of converters in executors/cli/typed.py, for example type="count"
-    "actors", "amount", "count", "duration", "natural", "option", "place", "port", "positive", "seconds", "step_or_all",
-)  # fmt: skip
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 a mistake, 75 no answer: repeat it later; `diloco --help` lists all"
 
 
 def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
     parser.set_defaults(act=act)
-    for name in TYPES:
-        parser.register("type", name, partial(_read_typed, name))
     flag(parser, "--json", help="for programs: JSON on stdout, words on stderr")
     return parser
 
 
 def _read_typed(name: str, text: str) -> Any:
+    """Convert an option's text.   name: of a converter in executors/cli/typed.py."""
     from executors.cli import typed
 
     return getattr(typed, name)(text)
@@ -76,13 +72,15 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def value(parser: Any, name: str, metavar: str, help: str, **more: Any) -> argparse.Action:
+def value(parser: Any, name: str, metavar: str, help: str, type: Any = None, **more: Any) -> argparse.Action:
+    type = "local_path" if metavar in ("DIR", "FOLDER") else type
+    more["type"] = partial(_read_typed, type) if isinstance(type, str) else type
     return parser.add_argument(name, action=Once, metavar=metavar, help=help, **more)
 
 
-def again(parser: Any, *names: str, **more: Any) -> argparse.Action:
+def again(parser: Any, *names: str, type: str = "", **more: Any) -> argparse.Action:
     """Add an option that may be given more than once; its value is a list."""
-    return parser.add_argument(*names, action="append", **more)
+    return parser.add_argument(*names, action="append", type=partial(_read_typed, type) if type else None, **more)
 
 
 SLOTS = "{slots of the run}"  # a placeholder; completion.py replaces it by the run's slots

@@ -30,6 +30,20 @@ def positive(text: str) -> int:
     return number
 
 
+def local_path(text: str) -> str:
+    """Return a path of this machine: "file:///x" -> "/x"."""
+    from rendezvous.stores.open import folder_of
+    from rendezvous.stores.urls import plain_spelling
+
+    try:
+        path = folder_of(plain_spelling(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if path is None:
+        raise ArgumentTypeError(f"{text!r} is no path of this machine; write one, then copy what is written there")
+    return str(path) if "://" in text else text
+
+
 def port(text: str) -> int:
     number = natural(text)
     if number > 65535:

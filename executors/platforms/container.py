@@ -120,7 +120,7 @@ def _run_child(
     if unfit is not None:
         return _refuse_start(spec, executor, *unfit)
     try:
-        temporary = tempfile.TemporaryDirectory(prefix="replica-")
+        temporary = tempfile.TemporaryDirectory(prefix="replica-", ignore_cleanup_errors=True)
     except OSError as error:
         if not is_full(error):
             raise

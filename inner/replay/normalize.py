@@ -132,7 +132,7 @@ class DJNormalizer:
         return f"data-juicer kept {kept} of {len(pairs)} pairs: {self._describe_dropped()}.\n  next: {advice}"
 
     def _run_data_juicer(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             job = Path(folder, "job.json")
             kept = Path(folder, "kept.json")
             job.write_text(json.dumps(parts), encoding="utf-8")

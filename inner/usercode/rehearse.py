@@ -78,7 +78,7 @@ def ask_child(
 ) -> Trying:
     """Run `python -m module` with the user's files as a replica has them: copies, each in its own folder, and an empty
     working folder.   prints: send the child's output to stderr."""
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch:
         empty = Path(scratch, "empty")
         empty.mkdir()
         whole = {"inner": config.to_dict(), "files": copy_files(files, Path(scratch)), **asked}

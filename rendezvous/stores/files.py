@@ -259,8 +259,8 @@ def _open_regular(name: str, folder: int) -> int:
 
 def _gone(root: Path, how: str) -> str:
     return (
-        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back, and the run continues; "
-        "if it was deleted, the run has ended"
+        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back: the run continues, or "
+        "ends (a new mount counts as another folder) and `diloco resume` continues it. A deleted folder ends the run"
     )
 
 

@@ -91,6 +91,20 @@ def test_a_bucket_run_keeps_its_files_where_nobody_else_can_write(tmp_path, monk
     assert process_folder(BUCKET).is_relative_to(tmp_path / ".local" / "state" / "diloco")
 
 
+def test_a_second_user_of_a_run_s_folder_has_process_files_of_its_own(tmp_path, monkeypatch) -> None:
+    """Before: a second user's replicas failed three times each, "Permission denied: …/processes/r00.2.log".
+
+    Seen with two accounts and a folder that both may write; here `access` answers as the kernel does.
+    """
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "run").mkdir()
+    run = f"file://{tmp_path}/run"
+    assert process_folder(run) == make_process_folder(run) == tmp_path / "run/processes"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert make_process_folder(run).is_relative_to(tmp_path / "state")
+    assert process_folder(f"file://{tmp_path}/other") == tmp_path / "other/processes"
+
+
 @pytest.mark.parametrize("what", ["mode", "owner", "link of another"])
 def test_a_folder_that_others_may_write_is_refused(tmp_path, monkeypatch, what) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -1,5 +1,6 @@
 """Folders of sessions: one's own goes at its end, a killed one's with the next session, a living one's never."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -56,3 +57,18 @@ def test_a_killed_sessions_folder_goes_with_the_next_session_and_a_living_ones_s
             process.kill()
             process.wait()
             process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_a_folder_that_stays_is_no_failure(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS and sshfs, an open file that is deleted keeps a hidden name, and its folder cannot be removed.
+
+    Seen with TMPDIR on the real sshfs: replicas that were done crashed with "Directory not empty: 'model'".
+    """
+
+    def refuse(path: str, **at: int) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    monkeypatch.setattr(os, "rmdir", refuse)
+    with Scratch() as folder:
+        (folder / "model").mkdir()
+    assert folder.exists()

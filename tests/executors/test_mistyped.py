@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from executors.cli import main as cli
+from executors.cli.typed import local_path
 from executors.platforms import EXECUTORS
 from executors.preflight import mistyped
 from tests.executors.test_cli import config, run, say  # noqa: F401  (fixtures)
@@ -51,6 +52,18 @@ def test_a_name_with_a_leading_dash_is_told_how_to_be_written(capsys, monkeypatc
     """Before: "RUN must be given" and "expected one argument", though it was typed."""
     monkeypatch.setattr(sys, "argv", ["diloco", *typed.split()])
     assert "; write a name that begins with a dash as ./-mine" in refusal(capsys, *typed.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("export", "r", "--to"), ("report", "r", "--to"), ("traces", "r", "--to"), ("track", "r", "--folder"), ("init",)],
+)
+def test_what_is_written_here_goes_to_a_path_of_this_machine(capsys, monkeypatch, tmp_path, argv):
+    """Before: `--to s3://bucket/x` and `--to file:///x` wrote into new folders, `s3:` and `file:`, where one stood."""
+    monkeypatch.chdir(tmp_path)
+    assert "'s3://b/x' is no path of this machine; write one" in refusal(capsys, *argv, "s3://b/x")
+    assert "did you mean s3://b/x?" in refusal(capsys, *argv, "s3:/b/x")
+    assert not os.listdir() and local_path(f"file://{tmp_path}/a b") == f"{tmp_path}/a b"
 
 
 def test_an_option_before_the_verb(capsys):

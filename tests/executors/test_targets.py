@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import pytest
 
 from executors.cli.checking.init import init
-from executors.cli.failures import explain_error
+from executors.cli.failures import explain_error, is_expected
 from executors.cli.main import main
 from executors.cli.starting.foreground import supervise_here
 from executors.cli.writing.exported import MARK, fresh_folder, mark_export, refuse_export, replace_export
 from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
 from executors.supervision.notices.messages import full_words
 from rendezvous import layout
-from rendezvous.errors import StoreFull
+from rendezvous.errors import StoreFull, StoreGone
 from rendezvous.stores.open import open_store
 from rendezvous.stores.urls import room_words
 
@@ -123,6 +123,38 @@ def test_a_full_disk_is_named_by_the_export_s_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError) as told, fresh_folder(tmp_path / "to"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() raises it
     assert f"disk for its files ({tmp_path / 'to'})" in explain_error(told.value)[0]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.ESTALE, errno.EIO])
+def test_a_file_system_without_an_answer_is_no_mistake_in_the_command(number: int) -> None:
+    """Before: "[Errno 107] Transport endpoint is not connected" from each verb, and exit code 2.
+
+    Seen with the real sshfs, whose daemon was killed.
+    """
+    text, code = explain_error(OSError(number, os.strerror(number), "run/run.json"))
+    assert code == 75
+    assert text.startswith(f"the file system of run/run.json gives no answer: {os.strerror(number)}. A mount may be")
+
+
+def test_a_read_only_place_is_told() -> None:
+    """Before: "[Errno 30] Read-only file system".  Seen with `--to` on a mounted squashfs."""
+    text, code = explain_error(OSError(errno.EROFS, os.strerror(errno.EROFS), "image/out"))
+    assert code == 2 and text.startswith("image/out is on a read-only file system. Name")
+
+
+def test_an_account_without_a_home_is_told_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: Python's traceback, after the run was founded.  Seen with a uid that has no passwd entry."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with pytest.raises(RuntimeError) as told:
+        Path.home()
+    assert is_expected(told.value) and explain_error(told.value)[1] == 2
+    assert explain_error(told.value)[0].startswith(f"this account (uid {os.getuid()}) has no home folder")
+
+
+def test_a_folder_that_is_mounted_again_needs_another_start() -> None:
+    """Before: exit code 2, "starting again changes nothing", after a lost mount was mounted again."""
+    assert explain_error(StoreGone("the folder leads to another folder"))[1] == 75
 
 
 def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def fresh_folder(to: Path) -> Generator[Path]:
     """Give an empty folder below `to` for the files of an export; it is always removed."""
     to.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=to, prefix=".export-") as made:
+        with tempfile.TemporaryDirectory(dir=to, prefix=".export-", ignore_cleanup_errors=True) as made:
             yield Path(made)
     except OSError as error:
         error.filename = error.filename or str(to / MARK)  # a failed write() names no file

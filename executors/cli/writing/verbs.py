@@ -54,8 +54,8 @@ def add_verbs(verbs: Any) -> None:
     value(evaluate, "--samples", "N", "completions per prompt at the run's temperature", type="natural")
     text = "write the rollouts of its log as states, to ask teachers about (docs/replay.md)"
     traces = add_run_verb(verbs, "traces", text, opened(_traces))
-    value(traces, "--to", "FILE", "a new file", required=True)
-    value(traces, "--pairs", "FILE", "also write preference pairs from late rewards, for [inner.replay]")
+    value(traces, "--to", "FILE", "a new file", required=True, type="local_path")
+    value(traces, "--pairs", "FILE", "preference pairs from late rewards, for [inner.replay]", type="local_path")
     value(traces, "--by", "NAME", "with --pairs: the judge whose late rewards count (default: the only one)")
     text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/rewards.md)"
     reward = add_run_verb(verbs, "reward", text, opened(_reward))
