@@ -322,6 +322,9 @@ _ENDPOINT_ENV = {
 }
 
 
+_ENDPOINT = re.compile(r"https?://([^/@]*@)?(\[[\da-fA-F:.]+\]|[^][/:@\s]+)(:\d{1,5})?(/\S*)?")
+
+
 def _endpoint_of(address: Address) -> str:
     """Return the server that the URL's `endpoint` or the environment names; "" for the cloud's own server."""
     named = _ENDPOINT_ENV.get(address.scheme, ())
@@ -331,6 +334,9 @@ def _endpoint_of(address: Address) -> str:
 def _plain_http(endpoint: str) -> bool:
     """Whether the endpoint uses http.   Raise ValueError if the run would be sent unencrypted without permission."""
     parts = urlsplit(endpoint)
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):  # the client would panic
+        shown = endpoint.rpartition("@")[2]
+        raise ValueError(f"the endpoint {shown!r} is not a URL: write http://HOST:PORT, or https://HOST:PORT")
     if parts.scheme != "http":
         return False
     if _is_loopback(parts.hostname or "") or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"):
@@ -474,7 +480,8 @@ def explain_error(address: Address, verb: str, key: str, error: Exception, missi
     status = _first_match(r"status code: (\d{3})", text)
     code = _first_match(r"<Code>(\w+)</Code>", text)
     place = f"{address.url.partition('?')[0]}/{key}"
-    where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error)}"
+    server = urlsplit(_endpoint_of(address)).netloc.rpartition("@")[2]
+    where = f"cannot {verb} {place}: {' '.join(s for s in (status, code) if s) or _in_words(error, server)}"
     past_the_end = status == "416" or "Wanted range starting at" in text  # the latter is obstore's own text
     if missing and code not in _NO_BUCKET and (isinstance(error, FileNotFoundError) or past_the_end):
         return None
@@ -503,8 +510,10 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
     if "checksum" in text or "Content-MD5" in text:
         said = _first_match(r"<Message>([^<]{1,200})</Message>", text)
         return f"Set AWS_CHECKSUM_ALGORITHM=sha256: this bucket demands a checksum with each write. It said: {said!r}"
+    if status == "501" and verb == "create":
+        return "This store has no create-if-absent (If-None-Match), which every run needs: use another store"
     if status == "501":
-        return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
+        return "This store lacks the request; `diloco doctor URL` shows what it can do"
     if status in ("401", "403") or code in _WRONG_KEYS or text.startswith("The operation lacked "):
         return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
     return ""
@@ -546,11 +555,15 @@ def _proxy() -> str:
     return f" ({', '.join(found)} {'is' if len(found) == 1 else 'are'} set)" if found else ""
 
 
-def _in_words(error: Exception) -> str:
-    """Return a text for an error that has no status.  The text has no URLs and no parts that may be keys."""
+def _in_words(error: Exception, server: str = "") -> str:
+    """Return a text for an error that has no status.  The text has no URLs and no parts that may be keys.
+
+    server: host and port of the endpoint, if the user named one.
+    """
     kind = _first_match(r"kind: (Connect|Timeout|Interrupted)", str(error))
     if kind:
-        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke") + _proxy()
+        said = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
+        return said + (f" ({server})" if server else "") + _proxy()
     if "HTTP error" in str(error):
         return "the connection broke"
     line = re.split(r"\n|<\?xml|Server returned", str(error))[0][:200]

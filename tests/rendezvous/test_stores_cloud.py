@@ -227,8 +227,17 @@ def test_a_store_knows_how_long_a_request_takes(s3: S3Server) -> None:
     assert store.request_s >= 0.2
 
 
+def test_a_server_without_conditional_writes_is_refused_in_words(s3: S3Server) -> None:
+    """OpenStack Swift's s3api answers so."""
+    s3.fault("501", op="PutObject", times=100)
+    with pytest.raises(StoreRefused, match=r"has no create-if-absent .*use another store"):
+        at().create("k", b"")
+    with pytest.raises(StoreRefused, match="lacks the request; `diloco doctor URL`"):
+        at().put("k", b"")
+
+
 def test_an_unreachable_server_is_unclear() -> None:
-    with pytest.raises(StoreUnclear, match=r"cannot create s3://b/run/k: no connection"):
+    with pytest.raises(StoreUnclear, match=r"cannot create s3://b/run/k: no connection \(127.0.0.1:9\)"):
         at("s3://b/run?endpoint=http://127.0.0.1:9").create("k", b"")
 
 
