@@ -105,9 +105,9 @@ class Chain:
 def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsLost:
     """Return the error for a record that this process has read and the store has lost.   step: the open step."""
     return RecordsLost(
-        f"{url}/{key} {how}, though this run has reached step {step}: the store was emptied, or swapped for another. "
-        "Nothing was committed there. Bring the run's objects back (mount, backup, a bucket's versions) and run the "
-        "same command again; if they were deleted, the run has ended"
+        f"{url}/{key} {how}, though this run has reached step {step}: the store was emptied, swapped for another, or "
+        "overwrites (`diloco doctor` tests this). Nothing was committed there. Bring the run's objects back (mount, "
+        "backup, a bucket's versions) and run the same command again; if they were deleted, the run has ended"
     )
 
 

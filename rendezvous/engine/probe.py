@@ -125,8 +125,9 @@ class Estimate:
 
 
 def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
-    """Measure the store.   Raise StoreRefused if it refuses every writer of the race."""
+    """Measure the store.   Raise the store's error if it refuses or answers no read, or no writer of the race."""
     at = f"probe/{os.urandom(6).hex()}/"
+    retry_unclear(clock, lambda: store.get(f"{at}own"), times=2)  # one slow client alone, before 16 at once
     try:
         return _measure_all(store, clock, at, size, rounds, racers)
     finally:

@@ -199,7 +199,7 @@ def _mentions(error: Exception, words: Iterable[str]) -> bool:
 
 def _safe_words(error: Exception) -> str:
     """Return the error's text without URLs and without parts that may be keys."""
-    said = (isinstance(error, OSError) and error.strerror) or str(error)
+    said = (isinstance(error, OSError) and error.strerror) or str(error if any(error.args) else error.__cause__)
     return re.sub(r"\S*://\S+|[\w+/=-]{16,}", "…", said.split("\n")[0][:200])
 
 

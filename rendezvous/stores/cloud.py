@@ -349,6 +349,9 @@ _ENDPOINT_ENV = {
 }
 
 
+_ENDPOINT = re.compile(r"https?://([^/@]*@)?(\[[\da-fA-F:.]+\]|[^][/:@\s]+)(:\d{1,5})?(/\S*)?")
+
+
 def _endpoint_of(address: Address) -> str:
     """Return the server that the URL's `endpoint` or the environment names; "" for the cloud's own server."""
     named = _ENDPOINT_ENV.get(address.scheme, ())
@@ -375,12 +378,9 @@ def _check_settings(address: Address, endpoint: str) -> None:
             raise ValueError(
                 f"the variable {name} begins or ends with a blank, or has a line break: set it again, without"
             )
-    server = urlsplit(endpoint)
-    if endpoint and (server.scheme not in ("http", "https") or not server.hostname):
+    if endpoint and not _ENDPOINT.fullmatch(endpoint):
         shown = endpoint.rpartition("@")[2]
-        raise ValueError(
-            f"the endpoint {shown!r} is not the address of a server: write https://HOST or https://HOST:PORT"
-        )
+        raise ValueError(f"the endpoint {shown!r} is not a URL: write http://HOST:PORT, or https://HOST:PORT")
     if address.scheme == "s3" and not endpoint and (named := _profile_in(_aws_file("CONFIG")).get("endpoint_url")):
         raise ValueError(
             f"~/.aws/config names the endpoint {named.rpartition('@')[2]!r}. Other machines' replicas do not have "
@@ -582,8 +582,10 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
     if "checksum" in text or "Content-MD5" in text:
         said = _first_match(r"<Message>([^<]{1,200})</Message>", text)
         return f"Set AWS_CHECKSUM_ALGORITHM=sha256: this bucket demands a checksum with each write. It said: {said!r}"
+    if status == "501" and verb == "create":
+        return "This store has no create-if-absent (If-None-Match), which every run needs: use another store"
     if status == "501":
-        return "This store lacks the request (create-if-absent, perhaps); `diloco doctor URL` shows what it can do"
+        return "This store lacks the request; `diloco doctor URL` shows what it can do"
     if status in ("401", "403") or code in _WRONG_KEYS or text.startswith("The operation lacked "):
         return f"The store does not let this key {verb} there. {_keys_of(address.scheme)}"
     return ""
@@ -639,7 +641,7 @@ def _in_words(error: Exception) -> str:
         server = _first_match(r"Error performing \w+ (https?://[^/?@\s]+)[/?]", text)
         why = next((f": {said}" for word, said in _NO_CONNECTION.items() if word in text), "")
         words = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection broke")
-        return f"{words}{' to ' + server if server and kind == 'Connect' else ''}{why}{_proxy()}"
+        return f"{words}{f' ({server})' if server else ''}{why}{_proxy()}"
     if "HTTP error" in text:
         return "the connection broke"
     line = re.split(r"\n|<\?xml|Server returned", text)[0][:200]

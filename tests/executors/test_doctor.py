@@ -67,6 +67,24 @@ def test_a_store_that_overwrites(capsys, s3: S3Server) -> None:
     assert code == 2 and "This store cannot carry a run: silently overwrites" in out and err == ""
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "code", "words"),
+    [
+        ("http://127.0.0.1:9", 75, "no connection (127.0.0.1:9). The bucket is busy or cannot be reached from here"),
+        ("127.0.0.1:9", 2, "the endpoint '127.0.0.1:9' is not a URL: write http://HOST:PORT, or https://HOST:PORT"),
+        ("http:127.0.0.1:9", 2, "is not a URL"),
+        ("http://me:secret@gateway:port", 2, "the endpoint 'gateway:port' is not a URL"),
+    ],
+)
+def test_an_endpoint_that_is_wrong(
+    capsys, s3: S3Server, monkeypatch: pytest.MonkeyPatch, endpoint: str, code: int, words: str
+) -> None:
+    """An address without http:// was a panic of the client; a port without a server was an unfit store."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    found, out, err = say(capsys, "s3://bucket/run")
+    assert found == code and out == "" and words in err and len(err.splitlines()) == 1, err
+
+
 def test_a_bucket_that_is_not_there(capsys, s3: S3Server) -> None:
     code, out, err = say(capsys, "s3://nowhere/run")
     assert code == 2 and out == "" and "There is no bucket 'nowhere'" in err and len(err.splitlines()) == 1

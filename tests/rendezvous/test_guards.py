@@ -361,6 +361,19 @@ def test_a_lost_commit_is_not_decided_again(clock: ManualClock) -> None:
     assert store.get(layout.commit_key(1)) is None
 
 
+def test_a_commit_that_another_writer_overwrote_is_noticed(clock: ManualClock) -> None:
+    """Seen in a bucket of Ceph's gateway that got versioning during the run: both replicas won the same commit."""
+    store, a, b = pair(clock, m=1)
+    a.offer()
+    a.step()
+    commit = Commit.decode(store.get(layout.commit_key(0)) or b"")
+    store.inner.put(layout.commit_key(0), replace(commit, by=b.rv.name).encode())
+    a.offer()
+    with pytest.raises(RecordsLost, match=r"has changed, though.*step 1.*or overwrites \(`diloco doctor` tests this"):
+        a.rv.settle()
+    assert store.get(layout.commit_key(1)) is None
+
+
 def test_a_lost_first_snapshot_is_not_written_again(clock: ManualClock) -> None:
     """A replica that comes with another θ would replay the run from there, and every later one with it."""
     store, a, b = pair(clock, replicas=3)

@@ -8,7 +8,7 @@ import pytest
 from rendezvous.clock import SystemClock
 from rendezvous.errors import KeyExists, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import Store, put_once
-from rendezvous.stores.adapter import AdapterStore, url_without_secrets
+from rendezvous.stores.adapter import AdapterStore, explain_error, url_without_secrets
 from rendezvous.stores.open import open_store
 from tests.rendezvous import test_store as contract
 from tests.rendezvous.test_store import (  # noqa: F401  the part of the contract that needs no register
@@ -84,10 +84,21 @@ def test_put_once_through_s3fs_survives(s3: S3Server, kind: str) -> None:
 
 def test_s3fs_does_not_make_buckets(s3: S3Server) -> None:
     store = open_store("fsspec+s3://none/run")
-    for request in (lambda: store.put("k", b""), lambda: store.get("k"), lambda: store.create("k", b"")):
-        with pytest.raises(StoreRefused, match="Create the bucket"):
+    for verb, request in (
+        ("write", lambda: store.put("k", b"")),
+        ("read", lambda: store.get("k")),
+        ("create", lambda: store.create("k", b"")),
+    ):
+        with pytest.raises(StoreRefused, match=f"cannot {verb} .*Create the bucket"):
             request()
     assert not s3.count("CreateBucket")
+
+
+def test_an_error_without_a_message_has_the_words_of_its_cause() -> None:
+    """Ceph's gateway sends a code and no message, of which s3fs makes FileNotFoundError(None)."""
+    error = FileNotFoundError(None)
+    error.__cause__ = RuntimeError("An error occurred (NoSuchBucket) when calling the PutObject operation: None")
+    assert "FileNotFoundError An error occurred (NoSuchBucket) when" in str(explain_error("s3://b/k", "create", error))
 
 
 def test_s3fs_with_wrong_keys(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
