@@ -111,9 +111,9 @@ def where_it_stands() -> str:
 
 
 def where_it_stood(dump: str) -> str:
-    """Return the main thread's innermost calls in the same form.   dump: faulthandler's; it ends with that thread."""
-    main = re.split("[Tt]hread 0x", dump)[-1]
-    return _in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', main)[FRAMES - 1 :: -1])
+    """Return the innermost calls in the same form.   dump: faulthandler's, of one thread; of several, the last counts."""
+    last = re.split("(?m)^Stack|[Tt]hread 0x", dump)[-1]
+    return _in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', last)[FRAMES - 1 :: -1])
 
 
 def _in_words(calls: Iterable[tuple[str, object, str]]) -> str:

@@ -399,11 +399,15 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
 def test_a_rank_tells_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(module.MEET, str(tmp_path / "meet"))
+    over = threading.Event()
+    for _ in range(120):  # as many as agents or tools may have: more than faulthandler shows
+        threading.Thread(target=over.wait, daemon=True).start()
     write_at_request()
     try:
         os.kill(os.getpid(), SHOW)
     finally:
         faulthandler.unregister(SHOW)
+        over.set()
     place = where_it_stood((tmp_path / "rank 1.calls").read_text())
     assert re.search(r" > test_ranks.py:\d+ test_a_rank_tells_where_it_stands$", place) and place.count(" > ") == 3
 

@@ -618,7 +618,7 @@ def test_modal_run_starts_shows_and_can_be_left(platform, executor, run, bucket,
 def test_modal_run_says_what_is_wrong_before_anything_is_rented(platform, bucket, tmp_path) -> None:
     done = example("--run", f"file://{tmp_path}/run", "--secret", "keys")
     assert done.returncode == 1 and "replicas on modal cannot reach it" in done.stderr and not list(tmp_path.iterdir())
-    done = example("--run", platform.url("dear"), "--secret", "keys", "--gpu", "B200:8", "--max-usd", "0.5")
+    done = example("--run", platform.url("dear"), "--secret", bucket.secret, "--gpu", "B200:8", "--max-usd", "0.5")
     assert done.returncode == 1 and "would pass max_usd = 0.5" in done.stderr
     assert platform.live() == 0 and platform.server.deployed(app_name(platform.url("dear"))) is None
 

@@ -3,6 +3,7 @@
 import copy
 import http.client
 import json
+import sys
 import threading
 import time
 import urllib.error
@@ -178,7 +179,8 @@ def test_rewards_get_all_messages_and_what_the_agent_returned(tmp_path: Path, sa
     says(lambda before: [*tokenizer("hello")["input_ids"], tokenizer.eos_token_id])
     loop = agent_loop(tmp_path, ONCE, rewards={"function": "reward.py:score"})
     take(loop)
-    (seen,) = [m.seen for name, m in __import__("sys").modules.items() if hasattr(m, "seen") and "inner_user" in name]
+    own = str(tmp_path / "reward.py")
+    (seen,) = [m.seen for m in list(sys.modules.values()) if getattr(m, "__file__", "") == own]
     messages, rewards = seen[-1]
     assert messages[0] == [{"role": "assistant", "content": "hello"}] and len(rewards) == 4
 

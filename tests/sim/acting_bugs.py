@@ -217,7 +217,7 @@ ACTED_BUGS: dict[str, Bug] = {
     "a bundle without log-probs": Bug(attr(rollouts.Bundle, "unpack", blind_to_logprobs), broken_actors),
     "a replica forgets S": Bug(attr(P, "__init__", staler), broken_actors),
     "weights of the future": Bug(read_as(of_actors(lambda r: {"step": NeverAhead(r.step)})), broken_actors),
-    "a session's older bundle": Bug(read_as(of_sessions(lambda r: {"step": NeverOld(r.step)})), deadly, first=6),
+    "a session's older bundle": Bug(read_as(of_sessions(lambda r: {"step": NeverOld(r.step)})), deadly, first=1),
     "nothing of a record is read": Bug(attr(P, "_usable", takes_whatever), broken_actors),
     "a plain PUT": Bug(attr(P, "_create", put_plainly), broken_actors),
     "no answer is a yes": Bug(attr(P, "_create", unclear_is_written), deadly),
@@ -235,5 +235,5 @@ ACTED_BUGS: dict[str, Bug] = {
     "an actor sees no bundles": Bug(attr(acting_process, "filled_places", lambda store: lambda *_: False), calm_acted),
     "a replacement begins in front": Bug(attr(acting, "counted_inner_steps", always_from_the_front), deadly),
     "an unlucky life shares": Bug(attr(acting, "uncounted_sessions", lambda *_: 0), deadly),
-    "a replacement counts rounds": Bug(attr(acting, "counted_inner_steps", by_rounds), deadly, first=2),
+    "a replacement counts rounds": Bug(attr(acting, "counted_inner_steps", by_rounds), deadly, first=4),
 }

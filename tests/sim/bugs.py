@@ -480,7 +480,7 @@ def nothing(*args: Any, **kwargs: Any) -> Any:
 
 
 BUGS: dict[str, Bug] = {
-    "plain PUT as commit": Bug(attr(closing, "put_once", plain_put), rough, first=2),
+    "plain PUT as commit": Bug(attr(closing, "put_once", plain_put), rough, first=8),
     "an error taken as won": Bug(attr(closing, "put_once", error_is_won), rough),
     "an error taken as won, claims": Bug(attr(membership, "put_once", error_is_won), rough, first=4),
     "no fence in the chain": Bug(attr(Committer, "_raise_fence", old_fence), rough),
@@ -515,8 +515,8 @@ BUGS: dict[str, Bug] = {
     "no re-derive": Bug(attr(Rendezvous, "_replay_own_state", nothing), pair),
     "no patience": Bug(attr(rules, "waiting_for", waits_for_all), stuck),
     "no catch-up": Bug(lambda: [blind(), patch.object(Rendezvous, "catch_up", lambda rv, late=None: 0)], hopeless),
-    "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining, first=12),
-    "no takeover": Bug(attr(ShardedMean, "_is_overdue", lambda sharer, commit, j, waited: False), sharded, first=1),
+    "joiner ignores earlier listings": Bug(attr(Chain, "read_before", ignores_listings), joining, first=8),
+    "no takeover": Bug(attr(ShardedMean, "_is_overdue", lambda sharer, commit, j, waited: False), sharded),
     "stale desired state": Bug(attr(Committer, "_check_wanted", lambda closer, wanted: ""), restless, first=4),
     "shard overwritten": Bug(attr(Announcements, "announce", announces_again), sharded),
     "residual stolen": Bug(lambda: [inherited_residual()], lossy),
@@ -530,7 +530,7 @@ BUGS: dict[str, Bug] = {
     "early GC, newest snapshot": Bug(attr(garbage, "two_newest", newest_is_the_floor), sweeping),
     "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
     "bytes are not verified": Bug(
-        lambda: [patch.object(m, "fetch_checked", trusting) for m in FETCHERS], rotting, first=3
+        lambda: [patch.object(m, "fetch_checked", trusting) for m in FETCHERS], rotting, first=1
     ),
     "repair is not verified": Bug(attr(snapshots, "mend_blob", mends_blindly), rotting_in_bad_memory, first=2),
     "mean announced before it is right": Bug(lambda: [early_announcement()], unequal),
