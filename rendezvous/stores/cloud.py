@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Credential
 
-SMALL = 1 << 20
+SMALL = 1 << 16  # a slow uplink that large blobs fill still sends this many bytes within one silence
 SINGLE = 64 << 20
 PART = 32 << 20
 PARTS_AT_ONCE = 8
