@@ -37,6 +37,8 @@ ROOMS = ("diloco", "executors", "inner", "rendezvous")
 NOT_IN_NAV = ("internals/decisions/0", "internals/decisions/1")
 PAGES, LINES = 25, 150
 LONG = ("configuration.md", "formats.md", "benchmarks.md")  # to look things up, and what was measured
+PRODUCT = [*sorted(DOCS.glob("*.md")), *sorted((DOCS / "reference").glob("*.md")), ROOT / "README.md"]
+WORDS, PARAGRAPH, CELL = 60_000, 90, 70
 
 
 def test_every_page_has_its_place_in_the_nav() -> None:
@@ -53,6 +55,23 @@ def test_the_pages_for_readers_are_few_and_short() -> None:
     assert len(pages) <= PAGES, "merge, or move what was measured into docs/studies and design into docs/internals"
     lines = {page.name: len(page.read_text(encoding="utf-8").splitlines()) for page in pages}
     assert not {name: n for name, n in lines.items() if n > LINES and name not in LONG}
+
+
+def test_the_pages_for_readers_are_no_walls_of_text() -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in PRODUCT}
+    assert sum(len(text.split()) for text in texts.values()) <= WORDS, "say it once, or in the error message alone"
+    walls = {page.name: found for page, text in texts.items() if (found := list(_walls(text)))}
+    assert not walls, "one idea per paragraph: split it, or make it a list or a table"
+    assert len([*_walls("word " * 91), *_walls("| " + "word " * 71 + "| |\n")]) == 2, "a wall would be found"
+
+
+def _walls(text: str) -> Iterator[str]:
+    """Paragraphs, list items and table cells with too many words; code blocks are none of them."""
+    text = re.sub(r"^( *)```.*?^\1```$|^ {4}.*?$", "", text, flags=re.M | re.S)
+    table, rest = re.compile(r"^ *\|.*", re.M), re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|^#.*$", re.M)
+    cells = [cell for row in table.findall(text) for cell in re.split(r"(?<!\\)\|", row)]
+    parts = [(cell, CELL) for cell in cells] + [(part, PARAGRAPH) for part in rest.split(table.sub("\n", text))]
+    yield from (part for part, most in parts if len(part.split()) > most)
 
 
 @pytest.mark.parametrize("page", all_pages(), ids=lambda p: str(p.relative_to(ROOT)))
