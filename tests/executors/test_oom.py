@@ -175,7 +175,7 @@ def test_slurm(tmp_path: Path) -> None:
     h = rented("slurm")
     assert ended_as(h, STARVED, asked=False).state is State.FAILED
     assert ended_as(h, KILLED, asked=False).state is State.LOST
-    assert SlurmExecutor(folder=tmp_path)._status_from_word(h, "OUT_OF_MEMORY").state is State.FAILED
+    assert SlurmExecutor(folder=tmp_path)._status_from_word(h, "OUT_OF_MEMORY", "").state is State.FAILED
 
 
 def test_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def add_verbs(verbs: Any) -> None:
     value(traces, "--to", "FILE", "a new file", required=True, type="local_path")
     value(traces, "--pairs", "FILE", "preference pairs from late rewards, for [inner.replay]", type="local_path")
     value(traces, "--by", "NAME", "with --pairs: the judge whose late rewards count (default: the only one)")
-    text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/rewards.md)"
+    text = "add a reward to a recorded rollout, after its step; nothing is trained again (docs/replay.md)"
     reward = add_run_verb(verbs, "reward", text, opened(_reward))
     value(reward, "--rollout", "ID", "as state_id in the file of `diloco traces`", required=True)
     value(reward, "--value", "X", "the reward", required=True, type=float)

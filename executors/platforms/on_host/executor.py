@@ -297,7 +297,7 @@ class LocalProcessExecutor(Executor):
 def process_folder(run: str) -> Path:
     """Return the folder on this machine for the files of a run's processes, which are this user's."""
     own = folder.absolute() / "processes" if (folder := folder_of(run)) else None
-    if own and (os.access(own, os.R_OK | os.X_OK) or not os.path.exists(own)):
+    if own and (os.access(own, os.R_OK | os.X_OK) or not own.is_dir()):
         return own
     return state_folder("processes", short_name(str(own or run.rstrip("/"))))
 
