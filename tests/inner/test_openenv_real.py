@@ -26,6 +26,7 @@ import pytest
 import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
+from inner.extras.openenv import client
 from inner.extras.openenv.client import GONE, OVER, openenv_environment
 from inner.rollouts.at_once.environments import methods_at_once
 from inner.rollouts.at_once.lanes import Lanes
@@ -90,8 +91,10 @@ def address(port: int) -> str:
 
 
 @pytest.fixture(autouse=True)
-def sessions_end_with_their_test() -> Iterator[None]:
-    """Trainer.train collects garbage, which closes the sessions of a former trainer; tests leave that out."""
+def sessions_end_with_their_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainer.train collects garbage, which closes the sessions of a former trainer; tests leave that out.  A log has
+    a few lines of a kind alone; each test has a log of its own."""
+    monkeypatch.setattr(client, "_TOLD", set())
     yield
     gc.collect()
 
