@@ -110,7 +110,7 @@ def _shapes_of(config: RunConfig, folder: Path | None) -> dict[str, Sequence[int
     model = config.inner.model
     if is_gguf_file(model):
         return {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
-    return {k: s for path in sorted((folder or Path(model)).glob("*.safetensors")) for k, s in _shapes_in(path).items()}
+    return _shapes_of_folder(folder or Path(model))
 
 
 def linear_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
@@ -138,7 +138,14 @@ def _parameters_of_gguf(model: str) -> int:
 
 def parameters_in(folder: Path) -> int:
     """Count the parameters in the headers of a folder's .safetensors files; 0 if there are none."""
-    return sum(prod(shape) for path in folder.glob("*.safetensors") for shape in _shapes_in(path).values())
+    return sum(prod(shape) for shape in _shapes_of_folder(folder).values())
+
+
+def _shapes_of_folder(folder: Path) -> dict[str, Sequence[int]]:
+    from inner.models.known import weight_files  # imported here, because a model that is built in code has no files
+
+    paths = [path for path in weight_files(folder, str(folder)) if path.suffix == ".safetensors" and path.is_file()]
+    return {name: shape for path in paths for name, shape in _shapes_in(path).items()}
 
 
 def _shapes_in(path: Path) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
     missing  −  parameters of the head (get_output_embeddings)  =  lost      none: a base model, with a new head
                                                                              (a warning); a classifier: refused
+    a weight of another shape than config.json says                          refused
     a weight that is NaN or infinite                                         refused
 
 Not promised: that a head with random weights is useful before training.
@@ -9,19 +10,30 @@ Not promised: that a head with random weights is useful before training.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from pickle import PickleError
 from typing import Any
 
 from inner.errors import InnerError
 from inner.models.heads import DRAWN, refuse_other_head
+from inner.printable import first_line
 
 WRAPPED = ("_orig_mod.", "module.")  # what torch.compile and DDP put before a weight's name
 
 
-def refuse_drawn(source: str, model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+def refuse_drawn(
+    source: str, model: Any, missing: Iterable[str], unexpected: Iterable[str], *, shapes: Iterable[Any] = ()
+) -> None:
     """Raise InnerError if the files lack weights other than the head's, or if the model's head is not for text. Warn if
     the head is drawn at random.
 
-    missing: names of weights that the files lack.   unexpected: names in the files that the model lacks."""
+    missing: names of weights that the files lack.   unexpected: names in the files that the model lacks.
+    shapes: (name, shape in the files, shape by config.json) of the weights where these differ."""
+    for name, there, here in sorted(shapes, key=str):
+        raise InnerError(
+            f"the model {source}: {name} has the shape {[*there]} in its files, and {[*here]} by its config.json. They "
+            "are not of one model, or its embeddings were resized without its config. Save the model again, with "
+            "save_pretrained."
+        )
     missing, unexpected = set(missing), set(unexpected)
     head = missing & _head_names(model)
     refuse_other_head(model.config.architectures or [], unexpected if head else (), source)
@@ -47,6 +59,23 @@ def refuse_not_finite(source: str, names: Sequence[str]) -> None:
     raise InnerError(
         f"the model {source} has NaN or infinite weights in {len(names)} of its tensors ({names[0]}), so every "
         "completion would be noise. Take an earlier checkpoint, or the model that it was made from."
+    )
+
+
+def unreadable(source: str, error: Exception) -> str:
+    """Return why a model cannot be loaded, and the next thing to do.   error: of transformers or another library."""
+    kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+    said = f"{kind}{first_line(error)}".rstrip(".")
+    if "custom code" in str(error):
+        return (
+            f"the model {source} needs Python code out of its own files (auto_map in its config). A run executes no "
+            "such code. Set inner.model to a model of an architecture that transformers has."
+        )
+    if isinstance(error, PickleError):
+        said = "a .bin file has more than weights in it, and reading the rest could run code. Save it as .safetensors"
+    return (
+        f"the model {source} could not be loaded: {said}. Check inner.model and inner.revision, and the Hub token if "
+        "it is a private one."
     )
 
 

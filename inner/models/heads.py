@@ -3,6 +3,7 @@
     LlamaForCausalLM, GPT2LMHeadModel                a language head
     LlamaModel, and no file has a head               a base model: its head begins at random     a warning
     LlamaForSequenceClassification, score.weight     a head that writes no text                  InnerError
+    BertForMaskedLM                                  reads the tokens that it should write       InnerError
 
 Not promised: that a head with a name of its own is recognised.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from inner.errors import InnerError
 
-OTHER_CLASS = re.compile(r"For(?=[A-Z])(?!\w*(LM|Generation|PreTraining))|Reward")
+OTHER_CLASS = re.compile(r"For(?=[A-Z])(?!\w*(LM|Generation|PreTraining))|ForMasked|Reward")
 OTHER_WEIGHTS = ("score", "classifier", "qa_outputs", "reward_head")  # what a weight's name begins with
 LANGUAGE = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.")  # in the names of a language head's weights
 DRAWN = (

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_pad_reader, refuse_towers
+from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_config, refuse_hub_adapter
 from inner.models.naming import HubError, HubModel, is_hub_name
 from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
@@ -36,13 +36,14 @@ _SHARDS = {
 def pin_hub_model(config: InnerConfig) -> HubModel | None:
     """Resolve the model's revision, fill this machine's cache, and compute the files' digests.
 
-    None: the model cannot be pinned (a folder, an adapter, files that only the repository's own code reads).
+    None: the model cannot be pinned (a folder, files that only the repository's own code reads).
     Raises InnerError if the Hub does not have the model or does not answer.
     """
     if not is_hub_name(config.model):
         return None
     try:
         commit, names = _list_revision(config.model, config.revision)
+        refuse_hub_adapter(config.model, names)
         files = needed_files(names)
         if not COMMIT.fullmatch(commit) or not files:
             return None
@@ -54,15 +55,14 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
             "Hub token if it is a private one."
         ) from error
     read = read_json(where["config.json"], f"model = {config.model!r}")
-    refuse_towers(read, config.model)
-    refuse_pad_reader(read, config)
+    refuse_config(read, config)
     return HubModel(config.model, commit, {name: _file_sha256(path) for name, path in where.items()})
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
     """Return the files that `from_pretrained` reads; [] if `from_pretrained` would need other files."""
     names = sorted(names)
-    if "config.json" not in names or "adapter_config.json" in names:
+    if "config.json" not in names:
         return []
     for ending, shards in _SHARDS.items():
         if weights := [name for name in names if shards.fullmatch(name)]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
@@ -27,6 +28,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
 MULTIMODAL = ("image-text-to-text", "any-to-any", "audio-text-to-text", "video-text-to-text", "image-to-text")
+QUANTISED = ("quantization_config", "compression_config")
 PAD_READERS = ("rwkv", "recurrent_gemma", "ctrl")  # their state or positions ignore the attention mask
 LFS = b"version https://git-lfs"
 
@@ -101,21 +103,21 @@ def _check_folder(folder: Path, what: str, asked: InnerConfig, whole: bool = Tru
     """Return a warning about its head, or "".   Raises InnerError for a folder without a language model.
 
     whole: require weights and tokenizer, too (a cache may not have downloaded them yet)."""
+    refuse_adapter(folder, what)
     if not (folder / "config.json").is_file():
-        refuse_adapter(folder, what)
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
+    refuse_pointers((folder / name for name in ("config.json", *TOKENIZERS)), what)
     config = read_json(folder / "config.json", what)
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-    names = [name for path in weights for name in _check_weights(path, what)]
-    if index := next(folder.glob("*.safetensors.index.json"), None):
-        _check_index(index, {p.name for p in weights}, what)
-    if whole and not weights:
-        raise InnerError(f"{what} has no weights (*.safetensors). Save the model there, or give another inner.model.")
+    weights = weight_files(folder, what)
+    missing = [path.name for path in weights if not path.is_file()]
+    if whole and (missing or not weights):
+        lack = f"lacks {missing[0]}, which its index names" if missing else "has no weights (*.safetensors)"
+        raise InnerError(f"{what} {lack}. Save, copy or download the whole model, or give another inner.model.")
+    names = [name for path in weights if path.is_file() for name in _check_weights(path, what)]
     if whole:
         require_tokenizer(folder, what)
-    refuse_towers(config, asked.model)
-    refuse_pad_reader(config, asked)
-    return check_head(config, names, asked.model)
+    refuse_config(config, asked)
+    return check_head(config, () if missing else names, asked.model)
 
 
 def require_tokenizer(folder: Path, what: str) -> None:
@@ -127,13 +129,27 @@ def require_tokenizer(folder: Path, what: str) -> None:
 
 
 def refuse_adapter(folder: Path, what: str) -> None:
-    """Raise InnerError for a folder with only an adapter of PEFT."""
-    if (path := folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    """Raise InnerError for a folder with an adapter of PEFT. from_pretrained would load it, frozen, on its base."""
+    if (path := folder / "adapter_config.json").is_file():
+        refuse_pointers([path], what)
         base = read_json(path, what).get("base_model_name_or_path") or "another model"
+        both = (folder / "config.json").is_file()
+        kind = "a model and also" if both else "only"
+        rest = "Or, to train the model without it, move its files (adapter_*) to another folder." if both else ""
         raise InnerError(
-            f"{what} has only an adapter, of {base}. Merge it into that model first: "
+            f"{what} has {kind} an adapter, of {base}. Merge it into that model first: "
             f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged'), "
-            "copy the tokenizer there, and set inner.model to that folder."
+            f"copy the tokenizer there, and set inner.model to that folder. {rest}".rstrip()
+        )
+
+
+def refuse_hub_adapter(model: str, names: Iterable[str]) -> None:
+    """Raise InnerError for a repository with an adapter of PEFT.   names: its files."""
+    if "adapter_config.json" in names:
+        raise InnerError(
+            f"model = {model!r} has an adapter (adapter_config.json). Merge it into its base first: "
+            f"AutoPeftModelForCausalLM.from_pretrained({model!r}).merge_and_unload().save_pretrained('merged'), save "
+            "the tokenizer there, and set inner.model to that folder."
         )
 
 
@@ -142,6 +158,13 @@ def read_json(path: Path, what: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise InnerError(f"{what}: {path.name} cannot be read: {error}. Download or save it again.") from error
+
+
+def refuse_config(config: Any, asked: InnerConfig) -> None:
+    """Raise InnerError for a kind of model that a run cannot train.   config: the contents of config.json."""
+    refuse_towers(config, asked.model)
+    refuse_quantised(config, asked.model)
+    refuse_pad_reader(config, asked)
 
 
 def refuse_towers(config: Any, model: str) -> None:
@@ -153,6 +176,19 @@ def refuse_towers(config: Any, model: str) -> None:
             "language models on text. The run would count, send and update parts that never see an input, or "
             "`diloco export` would omit them. Use the family's text-only checkpoint, or save only the language model "
             "(docs/faq.md has the lines). Then set inner.model to that folder."
+        )
+
+
+def refuse_quantised(config: Any, model: str) -> None:
+    """Raise InnerError for a model with quantised weights.   config: the contents of config.json."""
+    keys = [key for key in QUANTISED if isinstance(config, dict) and config.get(key)]
+    if keys:
+        how = config[keys[0]].get("quant_method", "") if isinstance(config[keys[0]], dict) else ""
+        raise InnerError(
+            f"model = {model!r} is quantised: its config.json has {keys[0]} {how}".rstrip() + ". A run trains and "
+            "averages floating-point weights. Set inner.model to the model that it was made from; for a base in 4 "
+            'bits, add inner.lora.base = "nf4". If only this form exists, load it with transformers and '
+            "dequantize=True in its quantization config, save_pretrained it, and set inner.model to that folder."
         )
 
 
@@ -171,13 +207,14 @@ def _check_weights(path: Path, what: str) -> list[str]:
     """Return the weights' names; none for a .bin.   Raises InnerError for a Git LFS pointer or a truncated file.
 
     A .safetensors file has 8 bytes of length, a JSON header, and as many bytes of data as the header says."""
+    refuse_pointers([path], what)
+    if path.suffix == ".bin":
+        with path.open("rb") as file:  # torch.save writes a zip file, whose directory is at its end
+            cut = file.read(2) == b"PK" and not is_zipfile(path)
+        if cut:
+            raise InnerError(f"{what}: {path.name} is cut off. Save or download it again.")
+        return []
     with path.open("rb") as file:
-        start = file.read(len(LFS))
-        if start == LFS:
-            raise InnerError(f"{what}: {path.name} is a Git LFS pointer, not the weights. Next: `git lfs pull` there.")
-        if path.suffix != ".safetensors":
-            return []
-        file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         size = path.stat().st_size
         try:
@@ -194,10 +231,26 @@ def _check_weights(path: Path, what: str) -> list[str]:
     return [name for name in header if name != "__metadata__"]
 
 
-def _check_index(index: Path, there: Iterable[str], what: str) -> None:
-    shards = set(read_json(index, what).get("weight_map", {}).values())
-    if missing := sorted(shards.difference(there)):
-        raise InnerError(f"{what}: {index.name} names {missing[0]}, which is not there. Download or copy it as well.")
+def refuse_pointers(paths: Iterable[Path], what: str) -> None:
+    """Raise InnerError for a file that is a Git LFS pointer."""
+    for path in paths:
+        if path.is_file():
+            with path.open("rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    raise InnerError(
+                        f"{what}: {path.name} is a Git LFS pointer, not the file. Next: `git lfs pull` there."
+                    )
+
+
+def weight_files(folder: Path, what: str) -> list[Path]:
+    """Return the weight files that from_pretrained reads, also those that are missing; other files do not matter."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            shards = read_json(index, what).get("weight_map", {}).values()
+            return [folder / shard for shard in sorted(set(shards))]
+    return []
 
 
 def chat_template(folder: Path) -> bool | None:
@@ -259,7 +312,10 @@ def ask_hub(model: str, revision: str | None) -> None:
         ) from None
     if getattr(info, "gated", False) and not _may_read(model, revision, endpoint):
         raise InnerError(_GATED.format(model))
-    check_head(getattr(info, "config", None), (), model)
+    config = getattr(info, "config", None)
+    refuse_hub_adapter(model, [file.rfilename for file in getattr(info, "siblings", None) or ()])
+    check_head(config, (), model)
+    refuse_quantised(config, model)
     if getattr(info, "pipeline_tag", None) in MULTIMODAL:  # config.json decides
         path = hf_hub_download(model, "config.json", revision=revision, endpoint=endpoint)
         refuse_towers(read_json(Path(path), f"model = {model!r}"), model)

@@ -14,8 +14,11 @@ Not promised: that a Hub id without `revision` is the same model tomorrow; a run
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from pickle import PickleError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +27,6 @@ from transformers.utils import logging as transformers_logging
 
 from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
-from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
 
 if TYPE_CHECKING:
@@ -97,19 +99,13 @@ def load_start(
 
     lora: if given, also load the adapter in that folder, on its base.   base: "nf4" for 4 bits without an adapter.
     source: if given, the model's name in the error that refuses drawn weights other than the head's."""
-    silence_transformers()
-    try:
-        loaded = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError) as error:
-        raise InnerError(
-            f"the model in {model_dir} could not be loaded: {first_line(error)}. Check inner.model."
-        ) from error
-    model, found = loaded
+    with refuse_unreadable(f"in {model_dir}"):
+        model, found = _read(model_dir, dtype, base or base_of(lora), local_files_only=True, output_loading_info=True)
     if source:
         _refuse_drawn(source, model, found)
     if lora is not None:
         model = _load_adapter(model, model_dir, lora)
-    return model, sorted({*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])})
+    return model, sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
 
 
 def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
@@ -123,6 +119,7 @@ def base_of(lora: "LoraSettings | None") -> str | None:
 
 
 def _read(source: str | Path, dtype: str, base: str | None, **options: Any) -> Any:
+    options["ignore_mismatched_sizes"] = True  # without it, transformers raises an error that does not name the weight
     if base is None:
         return AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **options)
     return import_module("inner.extras.nf4").load_nf4(source, getattr(torch, dtype), **options)
@@ -131,9 +128,8 @@ def _read(source: str | Path, dtype: str, base: str | None, **options: Any) -> A
 def _load_model(
     source: str, config: InnerConfig, revision: str | None, local: bool, base: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    silence_transformers()
     where = {"revision": revision} if revision is not None else {}
-    try:
+    with refuse_unreadable(f"{source} at revision {revision}" if revision else source):
         if is_gguf_file(source):
             from inner.models.gguf import load_gguf
 
@@ -142,20 +138,26 @@ def _load_model(
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, **where)
             model, found = _read(source, config.dtype, base, local_files_only=local, output_loading_info=True, **where)
             _refuse_drawn(source, model, found)
-    except (OSError, ValueError) as error:
-        at = f" at revision {revision}" if revision else ""
-        raise InnerError(
-            f"the model {source}{at} could not be loaded: {first_line(error)}. Check inner.model and "
-            "inner.revision, and the Hub token if it is a private one."
-        ) from error
     return model, with_padding(tokenizer, model)
 
 
+@contextmanager
+def refuse_unreadable(source: str) -> Iterator[None]:
+    """Raise InnerError for a model's files that transformers or torch cannot read. Silence transformers' own report."""
+    silence_transformers()
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, PickleError) as error:
+        from inner.models.drawn import unreadable
+
+        raise InnerError(unreadable(source, error)) from error
+
+
 def _refuse_drawn(source: str, model: Any, found: Any) -> None:
-    if found["missing_keys"] or found["unexpected_keys"]:
+    if any(found.values()):
         from inner.models.drawn import refuse_drawn
 
-        refuse_drawn(source, model, found["missing_keys"], found["unexpected_keys"])
+        refuse_drawn(source, model, found["missing_keys"], found["unexpected_keys"], shapes=found["mismatched_keys"])
 
 
 def with_padding(tokenizer: Any, model: Any) -> Any:

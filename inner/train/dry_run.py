@@ -28,7 +28,6 @@ from typing import Any
 from inner.data.prompts import load_prompts
 from inner.data.rendering import render_text
 from inner.data.template_fault import template_fault
-from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
 from inner.usercode.rehearse import ask_child, read_asked
@@ -115,21 +114,18 @@ def build_without_weights(config: InnerConfig, files: Files, folder: Path) -> An
 def load_shape(config: InnerConfig, folder: Path) -> tuple[Any, Any]:
     """Return the model on the meta device, with the run's adapter, and the tokenizer.   Raises InnerError."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    from inner.train.build import silence_transformers, with_padding
+    from inner.train.build import refuse_unreadable, with_padding
 
-    silence_transformers()
-    try:
+    with refuse_unreadable(config.model):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(folder, local_files_only=True), dtype=getattr(torch, config.dtype)
             )
-    except (OSError, ValueError) as error:
-        raise InnerError(
-            f"the model {config.model} could not be loaded: {first_line(error)}. Check inner.model."
-        ) from error
+        with suppress(OSError):  # many models have none
+            GenerationConfig.from_pretrained(folder, local_files_only=True)
     tokenizer = with_padding(tokenizer, model)
     if config.lora is not None:
         from inner.models.lora import new_adapter

@@ -1,5 +1,7 @@
 """A replica that joins where a snapshot stands takes nothing of θ₀'s weights; one that compares with θ₀ does."""
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,8 @@ import torch
 
 from diloco.model.fetch import fetch_model
 from diloco.model.start_model import has_more_than_trained
-from diloco.model.zeros import fetch_model_without_weights
+from diloco.model.zeros import fetch_model_without_weights, write_zeros
+from diloco.outer.flat import layout_of
 from diloco.replica.replica import ZEROS, Inputs, _fetch_inputs, build_loop
 from inner import InnerConfig, Seeds
 from inner.train.build import load_start
@@ -19,6 +22,7 @@ from tests.support.audit import check_run
 from tests.support.fakes import FaultyStore
 from tests.support.fleet import Fleet
 from tests.support.fleet import config as config_of
+from tests.support.tiny_models import tiny_model_folder
 
 
 def weights_of(fleet: Fleet) -> set[str]:
@@ -82,7 +86,21 @@ def test_a_model_of_zeros_has_all_that_is_not_trained(fleet: Fleet, tmp_path: Pa
     buffers = dict(zeros.named_buffers())
     assert all(torch.equal(b, buffers[name]) for name, b in whole.named_buffers())
     assert [n for n, _ in zeros.named_parameters()] == [n for n, _ in whole.named_parameters()]
-    assert not any(p.any() for p in zeros.parameters())
+    assert all(p.count_nonzero() == 1 for p in zeros.parameters()), "the mark, by which no two arrays are equal"
+
+
+def test_an_untied_head_stays_untied_in_a_model_of_zeros(tmp_path: Path) -> None:
+    """Before: config.json says that the head is tied, and the files have another one. Transformers keeps both, but it
+    tied the two arrays of zeros, and a replica that joined later was refused for its parameter layout."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    parameters = layout_of(load_start(folder, "float32")[0])
+    assert "lm_head.weight" in {name for name, *_ in parameters}
+    for dtype in ("float32", "bfloat16", "float16"):
+        write_zeros(folder / "model.safetensors", [[name, shape, dtype] for name, shape, _ in parameters])
+        assert layout_of(load_start(folder, "float32")[0]) == parameters
 
 
 def test_a_model_with_frozen_weights_gets_them_after_all(

@@ -43,6 +43,7 @@ from inner.models.known import known_model
 from inner.models.naming import HubError, HubModel
 from inner.settings.task import LoraSettings
 from inner.train.build import load_start
+from inner.train.dry_run import load_shape
 from inner.usercode import reward_form
 from rendezvous import layout
 from rendezvous.clock import SystemClock
@@ -274,7 +275,6 @@ def test_only_what_from_pretrained_reads_is_named() -> None:
               "pytorch_model.bin.index.json"]  # fmt: skip
     assert needed_files([*texts, *shards, *others]) == sorted([*texts, *shards])
     assert needed_files(["config.json", "pytorch_model.bin"]) == ["config.json", "pytorch_model.bin"]
-    assert needed_files(["config.json", "model.safetensors", "adapter_config.json"]) == []
     assert needed_files(["config.json", "model.gguf"]) == []
 
 
@@ -587,3 +587,62 @@ def test_a_start_model_with_a_weight_that_is_not_finite_is_not_published(
     assert publish(run.url) == exitcodes.USER_ERROR
     assert "NaN or infinite weights in 1 of its tensors (" in capsys.readouterr().err
     assert run.store.get(layout.MODEL_MANIFEST) is None
+
+
+class Planted:
+    """What a pickle may do when it is read."""
+
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.victim),)
+
+
+def spoil(folder: Path, fault: str) -> str:
+    """Give the folder a fault of other people's folders; return what a refusal says."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    weights = load_file(file)
+    if fault == "planted":
+        file.unlink()
+        torch.save({**weights, "x": Planted(folder / "victim")}, folder / "pytorch_model.bin")
+        return "has more than weights in it, and reading the rest could run code"
+    if fault == "shape":
+        save_file({**weights, "model.norm.weight": torch.ones(16)}, file, metadata={"format": "pt"})
+        return r"model.norm.weight has the shape \[16\] in its files, and \[32\] by its config.json"
+    if fault == "package":
+        config["attn_implementation"] = "flash_attention_2"
+        words = "could not be loaded: ImportError: FlashAttention2"
+    elif fault == "code":
+        config |= {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}
+        (folder / "configuration_mine.py").write_text(f"import os\nos.mkdir({str(folder / 'victim')!r})\n")
+        words = "needs Python code out of its own files .* A run executes no such code"
+    else:
+        config["rope_parameters"] = {"rope_type": "yarn9", "rope_theta": 1.0}
+        words = "could not be loaded: KeyError: 'yarn9'"
+    (folder / "config.json").write_text(json.dumps(config))
+    return words
+
+
+@pytest.mark.parametrize("fault", ["planted", "shape", "package", "code", "newer"])
+def test_a_folder_that_transformers_cannot_load_is_refused_in_words(tmp_path: Path, fault: str) -> None:
+    """Before: the child that publishes the model ended in a traceback of a library."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model")
+    words = spoil(folder, fault)
+    start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
+    with pytest.raises(InnerError, match=words):
+        made(start, tmp_path / "out")
+    if fault in ("package", "code", "newer"):
+        with pytest.raises(InnerError, match=words):
+            load_shape(start, folder)
+    assert not (folder / "victim").exists(), "no code of the folder has run"
+
+
+def test_a_generation_config_that_transformers_refuses_is_found_before_the_start(tmp_path: Path) -> None:
+    """Before: plan accepted it, and the start model could not be published."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(InnerError, match="could not be loaded: `max_new_tokens` must be greater than 0"):
+        load_shape(InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"}), folder)
+    (folder / "generation_config.json").unlink()
+    load_shape(InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"}), folder)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,10 +23,11 @@ from typing import Any
 import pytest
 
 from diloco.run.config import RunConfig
+from diloco.run.sizing import parameters_in
 from executors.platforms.places import Place
 from executors.preflight import place_faults, platform_options
 from inner import InnerConfig, InnerError
-from inner.models.known import cached_snapshot, known_model
+from inner.models.known import cached_snapshot, known_model, refuse_hub_adapter
 from inner.usercode.rehearse import missing_package, rehearse
 from inner.worlds.toolworld import tiny_llama
 from tests.executors import test_pair_templates as pair_templates
@@ -661,7 +663,75 @@ def test_a_model_that_is_a_pointer(model: Path) -> None:
 def test_a_model_without_one_of_its_shards(model: Path) -> None:
     index = {"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "names model-2.safetensors, which is not there" in known(model)
+    assert "lacks model-2.safetensors, which its index names" in known(model)
+    (model / "model.safetensors.index.json").unlink()
+    (model / "pytorch_model.bin").rename(model / "pytorch_model-1.bin")
+    assert "has no weights" in known(model), "shards without an index are not read"
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": "pytorch_model-1.bin"}}))
+    assert known(model) == ""
+
+
+def test_a_cache_that_has_an_index_and_not_yet_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: an interrupted download was refused, though the Hub's client goes on with it."""
+    cache = tmp_path / "hub" / "models--me--mine"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    (folder := cache / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "config.json").write_text('{"tie_word_embeddings": false, "architectures": ["LlamaModel"]}')
+    index = {"weight_map": {"w": "a.safetensors", "lm_head.weight": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    safetensors(folder / "a.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert known("me/mine", ask=lambda *_: pytest.fail("the Hub was asked")) == ""
+
+
+def test_files_that_from_pretrained_does_not_read_do_not_matter(model: Path) -> None:
+    safetensors(model / "model.safetensors")
+    safetensors(model / "consolidated.safetensors", cut=5)
+    (model / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert known(model) == "" and parameters_in(model) == 4
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4", "hqq", None])
+def test_a_quantised_model_is_refused_before_the_start(model: Path, method: str | None) -> None:
+    """Before: replicas started on rented machines, and then the start model could not be published. GPTQ's, AWQ's and
+    bitsandbytes' real folders were seen to end in a traceback."""
+    (model / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, "bits": 4}}))
+    assert f"is quantised: its config.json has quantization_config {method or ''}".rstrip() in known(model)
+    assert 'inner.lora.base = "nf4"' in known(model, lora={"r": 4}), "an adapter needs the same base"
+    (model / "config.json").write_text(json.dumps({"quantization_config": None}))
+    assert known(model) == ""
+
+
+def test_a_bin_file_that_is_cut_off(model: Path) -> None:
+    with zipfile.ZipFile(model / "pytorch_model.bin", "w") as made:
+        made.writestr("data.pkl", b"x" * 99)
+    assert known(model) == ""
+    whole = (model / "pytorch_model.bin").read_bytes()
+    (model / "pytorch_model.bin").write_bytes(whole[:60])
+    assert "pytorch_model.bin is cut off" in known(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_pointer_instead_of_a_text(model: Path, name: str) -> None:
+    (model / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    assert f"{name} is a Git LFS pointer" in known(model)
+
+
+def test_an_encoder_with_a_masked_head_is_refused(model: Path) -> None:
+    """Before: BERT was trained as if it wrote text, though each position reads the tokens after it."""
+    (model / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    assert "has a head that writes no text (config.json names BertForMaskedLM)" in known(model)
+
+
+def test_a_model_with_an_adapter_beside_it(model: Path) -> None:
+    """Before: from_pretrained put the frozen adapter around the model, and the run carried the adapter alone, or a
+    replica ended with "optimizer got an empty parameter list"."""
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere/base"}')
+    assert "has a model and also an adapter, of /elsewhere/base. Merge it" in known(model)
+    assert "move its files (adapter_*)" in known(model)
+    with pytest.raises(InnerError, match="merge_and_unload"):
+        refuse_hub_adapter("me/mine", ["config.json", "adapter_config.json"])
 
 
 def test_a_model_without_a_tokenizer(model: Path) -> None:

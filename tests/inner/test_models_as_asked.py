@@ -253,6 +253,12 @@ def test_the_hub_is_asked_for_the_config_of_a_model_that_it_calls_multimodal(
         ask_hub("org/sees", None)
     info.pipeline_tag = "text-generation"
     ask_hub("org/reads", None)
+    info.config = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    with pytest.raises(InnerError, match=r"'org/reads' is quantised: .* quantization_config bitsandbytes"):
+        ask_hub("org/reads", None)
+    info.config, info.siblings = None, [SimpleNamespace(rfilename="adapter_config.json")]
+    with pytest.raises(InnerError, match="'org/reads' has an adapter"):
+        ask_hub("org/reads", None)
 
 
 # -------------------------------------------------------------------- dropout
