@@ -40,7 +40,7 @@ def write_zeros(path: Path, layout: Sequence[Sequence[Any]]) -> None:
     at, marks = 0, []
     for number, (name, shape, dtype) in enumerate(layout):
         kind, width = _NAMES[dtype]
-        marks.append((at + width - 2, (0x400 + number % 0x7000).to_bytes(2, "little")))  # a small number in each dtype
+        marks.append((at + width - 2, (0x400 + number % 0x7000).to_bytes(2, "little")))  # finite in each dtype
         end = at + width * prod(shape)
         entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
         at = end
