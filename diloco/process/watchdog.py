@@ -111,7 +111,7 @@ def where_it_stands() -> str:
 
 
 def where_it_stood(dump: str) -> str:
-    """Return the innermost calls in the same form.   dump: faulthandler's, of one thread; of several, the last counts."""
+    """Return the innermost calls in the same form.   dump: faulthandler's; of several threads, the last counts."""
     last = re.split("(?m)^Stack|[Tt]hread 0x", dump)[-1]
     return _in_words(re.findall(r'File "(.*)", line (\d+) in (.*)', last)[FRAMES - 1 :: -1])
 
