@@ -20,6 +20,7 @@ from pathlib import Path
 
 from inner.models.known import ASK_S, cache_folder, cached_snapshot, read_json, refuse_config, refuse_hub_adapter
 from inner.models.naming import HubError, HubModel, is_hub_name
+from inner.network import network_words
 from inner.printable import first_line
 from inner.settings.inner import InnerConfig, InnerError
 
@@ -50,10 +51,10 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
         where = _download_files(config.model, commit, files)
     except HubError as error:
         at = f" at revision {config.revision}" if config.revision else ""
-        raise InnerError(
-            f"the model {config.model}{at} could not be loaded: {error}. Check inner.model and inner.revision, and the "
-            "Hub token if it is a private one."
-        ) from error
+        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+        if not error.final:
+            advice = "Look at this machine's way to the Hub (network, HF_ENDPOINT), then repeat the command"
+        raise InnerError(f"the model {config.model}{at} could not be loaded: {error}. {advice}.") from error
     read = read_json(where["config.json"], f"model = {config.model!r}")
     refuse_config(read, config)
     return HubModel(config.model, commit, {name: _file_sha256(path) for name, path in where.items()})
@@ -142,7 +143,8 @@ def _hub_error(name: str, revision: str | None, error: Exception) -> HubError:
     """Make a HubError, which is final if the Hub answered that access is refused, or that the model does not exist."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     what = f"{name} at {revision}" if revision else name
-    words = f"{what} cannot be taken from the Hub ({first_line(error):.160})"
+    reason = first_line(error)[:160] if status else network_words(error)
+    words = f"{what} cannot be taken from the Hub ({reason})"
     return HubError(words, final=status in (401, 403, 404))
 
 

@@ -21,7 +21,6 @@ from zipfile import is_zipfile
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
-from inner.printable import first_line
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -285,7 +284,9 @@ def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | Non
     if isinstance(outcome[0], InnerError):
         raise outcome[0]
     if outcome[0] is not None:
-        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({first_line(outcome[0]):.80})"
+        from inner.network import network_words
+
+        return f"{NOT_CHECKED}whether {model} is on the Hub: offline ({network_words(outcome[0])})"
     return ""
 
 

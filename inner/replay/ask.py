@@ -37,6 +37,7 @@ from typing import Any
 
 import httpx
 
+from inner.network import network_words
 from inner.replay.commands import Key, key_of
 from inner.replay.exchange import send_and_read
 from inner.replay.ledger import CeilingReached, CostCeiling, Ledger, LedgerError, call_digest, to_usd
@@ -206,9 +207,16 @@ async def _open_clients(
 ) -> AsyncIterator[list[httpx.AsyncClient]]:
     """Open one client per request in flight. A shared pool would scan all its connections at every request."""
     timeout = httpx.Timeout(timeout_s, connect=min(10.0, timeout_s / 2))
-    context = httpx.create_ssl_context()
+    try:
+        context = httpx.create_ssl_context()
+        each = [httpx.AsyncClient(timeout=timeout, verify=context, transport=transport) for _ in range(n)]
+    except (
+        httpx.InvalidURL,
+        ImportError,
+        OSError,
+    ) as error:  # of a proxy's address, of a SOCKS proxy, of SSL_CERT_FILE
+        raise InnerError(f"no request can be sent from here: {network_words(error)}") from None
     async with AsyncExitStack() as stack:
-        each = (httpx.AsyncClient(timeout=timeout, verify=context, transport=transport) for _ in range(n))
         yield [await stack.enter_async_context(client) for client in each]
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import httpx
 
+from inner.network import network_words
 from inner.replay.teachers import Reading, Teacher, read_response
 from inner.replay.untrusted import printable_start
 
@@ -57,8 +58,10 @@ async def send_and_read(
             reading = await _post_and_read(client, teacher, body, headers, now)
     except TimeoutError:
         reading = Reading("again", f"no whole answer from {teacher.url} within {timeout_s:g} s")
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-        reading = Reading("again", f"no connection to {teacher.url} ({error!r:.200})", cost_nano=0, unreachable=True)
+    except (httpx.ConnectError, httpx.ProxyError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        reading = Reading(
+            "again", f"no connection to {teacher.url} ({network_words(error)})", cost_nano=0, unreachable=True
+        )
     except _TooLarge as error:
         reading = Reading("failed", f"{teacher.url} sent {error}")
     except (httpx.TransportError, httpx.StreamError) as error:  # the endpoint may have processed the request

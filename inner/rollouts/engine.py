@@ -61,7 +61,7 @@ class Engine(VLLMGeneration):
 def free_port() -> int:
     """Return a free port, chosen by the system, because replicas on one machine start at the same time."""
     with socket.socket() as held:
-        held.bind(("localhost", 0))
+        held.bind(("", 0))  # no name: not every machine knows localhost
         return held.getsockname()[1]
 
 

@@ -65,6 +65,7 @@ PARTS_AT_ONCE = 8
 STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes per part, parts at once, limit of parts
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
+RETRY_FOR = timedelta(seconds=180)  # no retry of one request begins later
 BULK = 256  # at most so many keys per delete request: Azure's limit.  One missing key makes the whole request fail
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
@@ -90,6 +91,7 @@ class Clients:
 
     for_registers    no retry
     for_reading      a limit on silence, and 12 hours while bytes arrive
+    for_records      the same, and at most two silences
     for_small        uploads of up to SMALL bytes, such as heartbeats: a lost answer costs one silence
     for_writing      a limit for long uploads
     for_deleting     one request per key
@@ -111,6 +113,11 @@ class Clients:
         return self._make_client({"read_timeout": self._silence, "timeout": "12h"})
 
     @cached_property
+    def for_records(self) -> Bucket:
+        """Client that gives up after two silences: a view waits for one record before it asks for the next."""
+        return self._make_client({"read_timeout": self._silence, "timeout": "12h"}, retry_for=1.5 * self._silence)
+
+    @cached_property
     def for_small(self) -> Bucket:
         return self._make_client({"timeout": self._silence})
 
@@ -123,8 +130,12 @@ class Clients:
         """Client that deletes by one request for each key."""
         return self._make_client({"read_timeout": self._silence, "timeout": "600s"}, bulk=False)
 
-    def _make_client(self, patience: "ClientConfig", retries: int = 3, bulk: bool = True) -> Bucket:
-        return _connect_bucket(self._address, self._endpoint, {**self._common, **patience}, retries, bulk)
+    def _make_client(
+        self, patience: "ClientConfig", retries: int = 3, bulk: bool = True, retry_for: timedelta = RETRY_FOR
+    ) -> Bucket:
+        backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
+        retry: RetryConfig = {"max_retries": retries, "retry_timeout": retry_for, "backoff": backoff}
+        return _connect_bucket(self._address, self._endpoint, {**self._common, **patience}, retry, bulk)
 
 
 class CloudStore:
@@ -184,7 +195,7 @@ class CloudStore:
     def get(self, key: str) -> bytes | None:
         plain_key(key)
         began = time.monotonic()
-        body = self._ask_bucket("read", key, lambda at: _read_object(at.for_reading, key), missing=True)
+        body = self._ask_bucket("read", key, lambda at: _read_object(at.for_records, key), missing=True)
         self.request_s = time.monotonic() - began
         return body
 
@@ -192,7 +203,7 @@ class CloudStore:
         plain_key(key)
         out = out.cast("B")
         if not out:
-            return self._ask_bucket("read", key, lambda at: at.for_reading.head(key), missing=True) is not None
+            return self._ask_bucket("read", key, lambda at: at.for_records.head(key), missing=True) is not None
         if len(out) <= RANGE:
             return self._get_range(key, out, start)
         jobs = [
@@ -219,7 +230,7 @@ class CloudStore:
 
     def list(self, prefix: str) -> list[str]:
         folder = plain_prefix(prefix).rpartition("/")[0] or None  # the client's prefixes are whole folders
-        keys = self._ask_bucket("list", prefix, lambda at: _list_keys(at.for_reading, folder))
+        keys = self._ask_bucket("list", prefix, lambda at: _list_keys(at.for_records, folder))
         return sorted(key for key in keys or [] if key.startswith(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -266,7 +277,7 @@ class CloudStore:
         """Return the answer; None for a missing object, if `missing` allows it.   Raise a StoreError for an error."""
         at = self._current_clients()
         try:
-            return request(at)
+            return _heeding_signals(lambda: request(at))
         except (BaseError, OSError, ValueError) as error:
             failure = explain_error(self.address, verb, key, error, missing)
         except BaseException as error:
@@ -281,6 +292,17 @@ class CloudStore:
         if failure is not None:
             raise failure  # outside `except`, so that no traceback shows the client's text with a signed request
         return None
+
+
+def _heeding_signals(request: Callable[[], T]) -> T:
+    """Make a request of the main thread in another one, because obstore holds back Ctrl-C and SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        return request()
+    try:
+        future = _thread_pool().submit(request)
+    except RuntimeError:  # the process ends: Python starts no thread any more, and a script offers its last work
+        return request()
+    return future.result()
 
 
 def _read_object(bucket: Bucket, key: str) -> bytes:
@@ -442,9 +464,9 @@ def _forget_clients() -> None:
         _open.clear()
 
 
-def _connect_bucket(address: Address, endpoint: str, client: "ClientConfig", retries: int, bulk: bool = True) -> Bucket:
-    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5)}
-    retry: RetryConfig = {"max_retries": retries, "retry_timeout": timedelta(seconds=180), "backoff": backoff}
+def _connect_bucket(
+    address: Address, endpoint: str, client: "ClientConfig", retry: "RetryConfig", bulk: bool = True
+) -> Bucket:
     prefix = address.prefix or None
     if address.scheme == "gs":
         server: dict[str, Any] = {"base_url": endpoint} if endpoint else {}

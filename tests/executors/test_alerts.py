@@ -22,6 +22,8 @@ from executors.supervision.notices.asked_for import alerts_of
 from executors.supervision.notices.messages import all_troubles, message_lines
 from rendezvous.agreement.membership import write_control
 from tests.diloco.test_report import T0, Bucket, FixedClock
+from tests.support.loopback import serve
+from tests.support.proxies import WantsLogin
 
 SECRET = "s3cr3t-token"
 LIMIT_S = 120.0  # finds a hang
@@ -293,6 +295,14 @@ def test_an_address_that_is_none_is_refused_without_showing_it(url: str) -> None
 def test_only_the_host_is_shown() -> None:
     assert host_of(f"https://user:{SECRET}@hooks.example.com/services/{SECRET}?key={SECRET}") == "hooks.example.com"
     assert SECRET not in post(f"http://127.0.0.1:9/{SECRET}", b"{}")
+
+
+def test_a_proxy_in_between_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with squid and tinyproxy: the whole reason was 'OSError'."""
+    with serve(WantsLogin) as proxy:
+        monkeypatch.setenv("https_proxy", proxy)
+        said = post(f"https://hooks.example.com/{SECRET}", b"{}")
+    assert "407 Proxy Authentication Required. The proxy wants a name and a password" in said and SECRET not in said
 
 
 def test_a_supervisor_elsewhere_gets_the_address_as_a_secret_or_the_command_says_how() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from diloco.process import exitcodes
 from executors.platforms.base import REPLICA, ExecutorError, Handle, ReplicaSpec, State, Unavailable
 from executors.platforms.container import end_lines
+from executors.platforms.on_hf_jobs import client
 from executors.platforms.on_hf_jobs.client import HubJob, run_label
 from executors.platforms.on_hf_jobs.executor import END_LINES, HFJobsExecutor
 from executors.platforms.on_hf_jobs.executor import ended as how_it_ended
@@ -584,3 +587,15 @@ def test_labels_keep_to_the_hubs_characters_and_tell_runs_apart() -> None:
     assert len(set(labels)) == 5 and run_label("s3://a/b/") == run_label("s3://a/b")
     assert all(len(x) <= 60 and x.replace("-", "").isalnum() and x.isascii() for x in labels)
     assert labels[2].startswith("a-b-") and os.sep not in labels[2]
+
+
+def test_a_silent_hub_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen: `diloco setup hf` stood still without a word, because the SDK's client has no time limit."""
+    monkeypatch.setenv("HF_TOKEN", "hf_test_token")
+    monkeypatch.setattr(client, "ANSWER_S", 0.2)
+    monkeypatch.setattr(huggingface_hub.utils.get_session(), "timeout", None)  # restored for the other tests
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(Exception, match="timed out") as late:
+            client.Hub("", SystemClock()).api.whoami()
+    assert client.is_transient(late.value)

@@ -28,6 +28,7 @@ from diloco.process import exitcodes
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
+from executors.platforms.on_modal import client
 from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
@@ -627,3 +628,13 @@ def test_kinds_are_plain_data() -> None:
     kind = Kind(("H100",), 60.0, ("keys",), "", 2.0, 1024)
     assert Kind.from_dict(json.loads(json.dumps(kind.to_dict()))) == kind
     assert kind.function == Kind.from_dict(json.loads(json.dumps(kind.to_dict()))).function != kind.small.function
+
+
+def test_a_proxy_that_the_client_would_not_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with modal 1.6.4: without python-socks, a proxy is like no network, and the client's words name none."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://joe:s3cr3t@127.0.0.1:9")
+    monkeypatch.setattr(client, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable) as told, client.translated_errors("check the login"):
+        raise modal.exception.ConnectionError("Could not connect to the Modal server.")
+    assert "(HTTPS_PROXY is set). Modal's client uses a proxy only with pip install 'modal[api-" in str(told.value)
+    assert "s3cr3t" not in str(told.value)

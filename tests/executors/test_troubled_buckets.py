@@ -4,11 +4,17 @@
     503 for a moment                          no effect, except a line on stderr
     503 for good                              exit code 75, what it is and what to do; within the patience
     no key (403 for everything)               exit code 2 at once
+    silence                                   a line on stderr; Ctrl-C ends the command
 
 The rest of the commands is marked slow.
 """
 
 import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +136,31 @@ def test_a_key_that_may_not_read_is_said_at_once(
     s3.fault("403", times=FOREVER)
     assert called(command, good, tmp_path) == 2
     assert "403 AccessDenied. The store does not let this key read there" in capsys.readouterr().err
+
+
+def test_a_silent_bucket_is_named_while_the_command_waits(
+    good: PuppetRun, s3: S3Server, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(opening, "NOTICE_S", 0.01)
+    monkeypatch.setattr(opening, "say", lambda text: (print(text, file=sys.stderr), said.set()))
+    s3.fault("slow", op="GetObject", until=said)
+    assert called("status", good, tmp_path) == 0
+    assert "waiting for the bucket: it has not answered all requests within" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])  # requests from other threads, and from the main thread
+def test_ctrl_c_ends_a_command_that_waits_for_a_silent_bucket(s3: S3Server, monkeypatch, command: str) -> None:
+    """Seen: nothing happened for up to two minutes, and the next Ctrl-C printed a traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        words = [sys.executable, "-m", "executors.cli", command, URL]
+        # this process may ignore SIGINT (a job in the background), which children inherit
+        hears = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+        process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=hears)
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(1)  # the request is under way
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=25)
+    assert process.returncode == 130 and "Traceback" not in told

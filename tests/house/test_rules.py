@@ -139,7 +139,7 @@ def test_namespace_is_known_in_the_command_line_alone() -> None:
         for node in ast.walk(tree)
         if "Namespace" in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", ""))
     }
-    ways = {f"executors/cli/{name}.py" for name in ("main", "answers", "opening", "options")}
+    ways = {f"executors/cli/{name}.py" for name in ("main", "answers", "reaching", "options")}
     assert {path for path in knowing if not path.endswith("/verbs.py")} == ways
     assert all(path.startswith("executors/cli/") for path in knowing)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 import sys
 import tempfile
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 
 from diloco.run.config import RunConfig
 from inner import InnerConfig, InnerError, Seeds, build_inner, publish_model
+from inner.rollouts import engine
 from inner.rollouts.engine import ENOUGH, MaskedShare, engine_parameters, masked_share
 from inner.train.grpo import trainer_arguments
 from tests.inner.test_grpo import after
@@ -308,3 +310,16 @@ def test_a_replica_without_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(InnerError, match=r"\[inner\.vllm\] asks for vLLM, which is not installed here.*constraints"):
         build()
+
+
+def test_a_free_port_is_found_where_localhost_has_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen in a container without /etc/hosts: gaierror."""
+
+    class Nameless(socket.socket):
+        def bind(self, address: Any) -> None:
+            if address[0] == "localhost":
+                raise socket.gaierror("Temporary failure in name resolution")
+            super().bind(address)
+
+    monkeypatch.setattr(engine.socket, "socket", Nameless)
+    assert engine.free_port() > 0

@@ -229,6 +229,18 @@ def test_a_silent_store_is_not_waited_for_for_ever(s3: S3Server) -> None:
     answered.set()
 
 
+def test_a_view_gives_up_after_two_silences(s3: S3Server) -> None:
+    """Seen with a server that accepts and never answers: every command took 123 s, four silences of 30 s."""
+    answered = threading.Event()
+    s3.fault("slow", op="GetObject|ListObjects", until=answered, times=10**9)
+    for ask in (lambda at: at.get("k"), lambda at: at.list("")):
+        before = s3.count("GetObject") + s3.count("ListObjectsV2")
+        with pytest.raises(StoreUnclear, match="no answer in time"):
+            ask(at(silence_s=1.0))
+        assert s3.count("GetObject") + s3.count("ListObjectsV2") == before + 2
+    answered.set()
+
+
 def test_the_lost_answer_to_a_small_write_costs_one_silence(s3: S3Server) -> None:
     """Seen with tinyproxy, which kept some answers: a heartbeat or a log stood still for 120 s."""
     answered = threading.Event()
@@ -520,6 +532,16 @@ def test_an_endpoint_in_the_url_stays_in_it(s3: S3Server, monkeypatch: pytest.Mo
     store = open_store(f"s3://bucket/run?endpoint={s3.endpoint}")
     store.put("k", b"v")
     assert open_store(store.url).get("k") == b"v"
+
+
+def test_a_request_at_the_process_end_is_made(s3: S3Server) -> None:
+    """A script that ends with an error leaves the run in an atexit callback, when Python starts no thread any more."""
+    code = (
+        "import atexit; from rendezvous.stores.cloud import CloudStore; store = CloudStore('s3://bucket/run')\n"
+        "store.put('k', b'early'); atexit.register(lambda: store.put('k', b'late'))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert at().get("k") == b"late"
 
 
 def test_a_forked_child_is_told_and_does_not_hang(s3: S3Server) -> None:

@@ -11,8 +11,9 @@ from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import DECLINED, Answer, agree_on_price, say
-from executors.cli.opening import opened, present_url, reach_store
+from executors.cli.opening import present_url
 from executors.cli.options import SLOTS, add_run_verb, again, flag, offer, value
+from executors.cli.reaching import opened, reach_store
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock

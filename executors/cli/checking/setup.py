@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from executors.cli.opening import notice_of_silence
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_hf_jobs.client import Hub
 from executors.platforms.on_modal import client as modal_sdk
@@ -77,7 +78,9 @@ def next_command(place: str, url: str, secret: str) -> str:
 
 
 def _modal_steps(url: str, secret: str, clock: Clock, ask: Ask, environ: Mapping[str, str]) -> Iterator[SetupStep]:
-    yield _tried_step("login", "Modal accepts your token", _modal_login)
+    with notice_of_silence("Modal"):
+        login = _tried_step("login", "Modal accepts your token", _modal_login)
+    yield login
     yield _store_step(url, clock)
     if not url.startswith("modal://"):
         good = f"{secret!r} holds the store's keys"
@@ -131,7 +134,10 @@ def _hf_bucket(hub: Hub, bucket: str, ask: Ask) -> None:
 
 def default_url(place: str, clock: Clock) -> str:
     """Return the URL of a first run without --run."""
-    return "modal://diloco/first" if place == "modal" else f"hf://buckets/{Hub('', clock).namespace}/diloco/first"
+    if place == "modal":
+        return "modal://diloco/first"
+    with notice_of_silence("the Hub"):
+        return f"hf://buckets/{Hub('', clock).namespace}/diloco/first"
 
 
 # ---------------------------------------------------------------------- both

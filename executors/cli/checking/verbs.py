@@ -130,8 +130,10 @@ def _shorten(text: str) -> str:
 
 def _doctor(args: Namespace) -> Answer:
     from executors.cli.checking.doctor import doctor
+    from executors.cli.opening import notice_of_silence
 
-    table, good = doctor(run_url.checked_url(args.store), args.parameters, args.config, args.replicas)
+    with notice_of_silence():
+        table, good = doctor(run_url.checked_url(args.store), args.parameters, args.config, args.replicas)
     return Answer({"url": args.store, "good": good, "table": table.splitlines()}, [table], 0 if good else 2)
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from executors.cli.answers import Answer
-from executors.cli.opening import opened, patient, patient_store
 from executors.cli.options import SLOTS, add_run_verb, add_verb, flag, offer, value
+from executors.cli.reaching import opened, patient, patient_store
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
 

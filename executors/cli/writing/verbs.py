@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.run.sections import FOLDER, SAMPLES, TRACKERS
 from executors.cli.answers import Answer, fit_lines, say
-from executors.cli.opening import opened
 from executors.cli.options import add_run_verb, again, flag, offer, value
+from executors.cli.reaching import opened
 from executors.preflight import run_url
 from rendezvous.clock import SystemClock
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from executors.platforms.base import ExecutorError, Handle, Refused, Unavailable, short_name
 from executors.platforms.packages.wheel import Shipment
+from inner.network import network_words
 from rendezvous.clock import Clock, SystemClock
 
 T = TypeVar("T")
@@ -105,7 +106,8 @@ class Hub:
 
     @property
     def api(self) -> Any:
-        """A client with the present token of this process."""
+        """A client with the present token of this process.  Its requests end after ANSWER_S: the SDK sets no limit."""
+        self._sdk.utils.get_session().timeout = ANSWER_S
         return self._sdk.HfApi(endpoint=self._endpoint, token=self.token)
 
     @property
@@ -310,7 +312,8 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
     """Return the Hub's error as an ExecutorError, with the next thing to do if the status tells it."""
     if isinstance(error, ExecutorError):
         return error
-    said = getattr(error, "server_message", None) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    words = network_words(error) if is_transient(error) else " ".join(str(error).split())
+    said = getattr(error, "server_message", None) or f"{type(error).__name__}: {words}"
     hint = HINTS.get(status_of(error) or 0)
     kind = Unavailable if is_transient(error) else Refused if is_access_denied(error) else ExecutorError
     return kind(f"Hugging Face would not {what}: {said}" + (f". Next: {hint}" if hint else ""))

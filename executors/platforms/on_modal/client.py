@@ -16,9 +16,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from executors.platforms.base import ExecutorError, Refused, Unavailable
+from inner.network import PROXIES, network_words
 from rendezvous.clock import Clock
 
 TAIL = 12
@@ -65,10 +67,19 @@ def translated_errors(request: str) -> Iterator[None]:
         raise ExecutorError("\n".join(_why_build_failed(error))) from None
     except Exception as error:
         if no_answer(error):
-            raise Unavailable(f"Modal did not answer the request to {request} ({error}). Try again") from None
+            raise Unavailable(
+                f"Modal did not answer the request to {request} ({network_words(error)}{_of_proxies()}). Try again"
+            ) from None
         if isinstance(error, e.Error):
             raise ExecutorError(f"Modal refused the request to {request}: {error}. Correct it, and try again") from None
         raise
+
+
+def _of_proxies() -> str:
+    """Return advice if there is a proxy, and Modal's client lacks the package with which it uses proxies."""
+    if not any(os.environ.get(name) for name in PROXIES) or find_spec("python_socks"):
+        return ""
+    return ". Modal's client uses a proxy only with pip install 'modal[api-proxy-support]'"
 
 
 def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None = None) -> T:

@@ -30,6 +30,7 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from diloco.views.troubles import Trouble
 from executors.supervision.notices import VARIABLE
 from executors.supervision.notices.messages import all_troubles
+from inner.network import network_words
 from rendezvous.clock import Clock
 
 CHECK_S = 5.0
@@ -76,7 +77,7 @@ def post(url: str, body: bytes) -> str:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             return f"no answer within {LIMIT_S:.0f} s"
-        return (reason.strerror if isinstance(reason, OSError) else None) or type(reason).__name__
+        return network_words(reason) if isinstance(reason, OSError) else type(reason).__name__
 
 
 # -------------------------------------------------------------------- messages

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from inner.errors import InnerError
 from inner.extras.engines.sampling import DrawSettings, Sampled, adapter_tensors
+from inner.network import network_words
 
 PATIENCE_S, PAUSE_S = 60.0, 2.0  # seconds of pauses in all, for a server that is down; seconds between two tries
 ANSWER_S = 600.0  # time limit of one request for completions
@@ -142,8 +143,9 @@ class AdapterServer:
         if isinstance(found[-1], httpx.Response):
             return found[-1]
         fault = "sent unreadable answers" if isinstance(found[-1], httpx.DecodingError) else "did not answer"
+        why = f"{type(found[-1]).__name__}: {network_words(found[-1])}"
         raise InnerError(
-            f"{self._address} {fault} {len(found)} times ({found[-1]!r}). Start the server, and then this actor again"
+            f"{self._address} {fault} {len(found)} times ({why}). Start the server, and then this actor again"
         )
 
     def _check_answer(self, said: httpx.Response, asked: str) -> None:

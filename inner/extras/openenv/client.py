@@ -57,6 +57,7 @@ from inner.extras.openenv.wire import (
     read_schema,
     server_urls,
 )
+from inner.network import network_words
 from inner.replay.actions import Message
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
@@ -374,7 +375,7 @@ def openenv_environment(
         tools, base = _find_tools(probe)
     except (OSError, EOFError) as error:
         step = next_step(error, where)
-        raise InnerError(f"no OpenEnv server answers at {where}: {error or type(error).__name__}. {step}") from error
+        raise InnerError(f"no OpenEnv server answers at {where}: {network_words(error)}. {step}") from error
     finally:
         probe._close()
     try:

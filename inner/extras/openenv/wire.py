@@ -10,7 +10,6 @@ Not promised: servers whose /reset and /step over HTTP are all that they have: t
 import json
 import os
 import re
-import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from inner.errors import InnerError
+from inner.network import network_words
 from inner.replay.untrusted import load_json
 
 URL_ENV = "OPENENV_URL"
@@ -104,7 +104,7 @@ def open_socket(url: str, headers: Mapping[str, str] | None, timeout_s: float) -
     except InvalidURI as error:
         raise NoWebSocket(f"it redirects to {error.uri}", 307) from error
     except WebSocketException as error:
-        raise EOFError(str(error)) from error
+        raise EOFError(network_words(error)) from error
 
 
 def read_schema(url: str, headers: Mapping[str, str] | None, timeout_s: float) -> dict[str, Any]:
@@ -135,8 +135,6 @@ def next_step(error: Exception, url: str) -> str:
         )
     if isinstance(error, NoWebSocket) and error.status < 400:
         return "Give the address to which it redirects, without /ws."
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return "Name its authority's certificates in SSL_CERT_FILE."
     return f"Start it, or set {URL_ENV}."
 
 
