@@ -50,7 +50,7 @@ from rendezvous.stores.uplink import LEAST, REQUEST_S
 T = TypeVar("T")
 
 LIST_PATIENCE_S = 10.0
-_RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud.py
+_RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud/store.py
 
 
 @dataclass(frozen=True)

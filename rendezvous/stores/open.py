@@ -35,7 +35,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
 
         return MemoryStore.named(rest)
     if scheme in ("s3", "gs", "az", "hf"):
-        from rendezvous.stores.cloud import CloudStore
+        from rendezvous.stores.cloud.store import CloudStore
 
         return CloudStore(url)
     if scheme == "modal":

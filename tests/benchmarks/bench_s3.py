@@ -24,7 +24,7 @@ from statistics import median
 
 from obstore.store import S3Store
 
-from rendezvous.stores.cloud import PART, PARTS_AT_ONCE, RANGE, CloudStore
+from rendezvous.stores.cloud.store import PART, PARTS_AT_ONCE, RANGE, CloudStore
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from rendezvous.stores import ahead
 from rendezvous.stores import cache as caching
 from rendezvous.stores.ahead import AT_ONCE, Ahead
 from rendezvous.stores.cache import Cache, cache_of
-from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.cloud.store import CloudStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import KEY, under_key
 from tests.diloco.test_report import T0, FixedClock, killed_and_replaced

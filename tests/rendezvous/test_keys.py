@@ -20,7 +20,7 @@ from rendezvous.records.digests import SHA256, digest
 from rendezvous.records.records import Commit, Leave, Listed, Mean, Offer, Record, Snapshot, WireError
 from rendezvous.store import Store
 from rendezvous.stores.adapter import AdapterStore
-from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.cloud.store import CloudStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.support.fakes import ManualClock, unchecked

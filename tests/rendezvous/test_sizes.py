@@ -13,7 +13,7 @@ from rendezvous.records.records import Control, WireError
 from rendezvous.records.tensors import read_tensors
 from rendezvous.store import Store
 from rendezvous.stores.adapter import AdapterStore
-from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.cloud.store import CloudStore
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import SignedStore

@@ -23,8 +23,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from rendezvous.clock import SystemClock
 from rendezvous.errors import GaveUp, KeyExists, StoreError, StoreFull, StoreReadOnly, StoreRefused, StoreUnclear
 from rendezvous.store import PatientStore, Store, put_once
-from rendezvous.stores import cloud
-from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.cloud import clients, credentials
+from rendezvous.stores.cloud import store as cloud
+from rendezvous.stores.cloud.refusals import explain_error, in_words
+from rendezvous.stores.cloud.store import CloudStore
 from rendezvous.stores.open import open_store
 from rendezvous.stores.uplink import FIRST, LEAST, Uplink
 from tests.rendezvous.test_store import (  # noqa: F401  the contract, run here on this file's `store`
@@ -105,7 +107,7 @@ def google(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sto
     account |= {"client_email": "", "private_key": "", "private_key_id": ""}
     (tmp_path / "account.json").write_text(json.dumps(account))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    monkeypatch.setattr(cloud, "_plain_http", lambda endpoint: True)
+    monkeypatch.setattr(clients, "plain_http", lambda endpoint: True)
     return open_store("gs://bucket/runs/demo")
 
 
@@ -383,7 +385,7 @@ def test_no_credentials_at_all(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
         at()
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
-    error = cloud.explain_error(
+    error = explain_error(
         cloud.parse_address("s3://b/run"),
         "read",
         "k",
@@ -422,7 +424,7 @@ def test_renewed_keys_are_taken_from_the_file(s3: S3Server, tmp_path: Path, monk
     (tmp_path / "credentials").write_text(
         f"[default]\naws_access_key_id = AKIDNEW\naws_secret_access_key = {SECRET}\naws_session_token = {TOKEN}\n"
     )
-    monkeypatch.setattr(cloud, "_began", time.time() - 60)
+    monkeypatch.setattr(credentials, "_began", time.time() - 60)
     assert store.get("k") == b"v"
 
 
@@ -537,7 +539,7 @@ def test_an_endpoint_in_the_url_stays_in_it(s3: S3Server, monkeypatch: pytest.Mo
 def test_a_request_at_the_process_end_is_made(s3: S3Server) -> None:
     """A script that ends with an error leaves the run in an atexit callback, when Python starts no thread any more."""
     code = (
-        "import atexit; from rendezvous.stores.cloud import CloudStore; store = CloudStore('s3://bucket/run')\n"
+        "import atexit; from rendezvous.stores.cloud.store import CloudStore; store = CloudStore('s3://bucket/run')\n"
         "store.put('k', b'early'); atexit.register(lambda: store.put('k', b'late'))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -575,7 +577,7 @@ def test_one_client_serves_all_stores_of_a_bucket(s3: S3Server) -> None:
 
 PEAK = """
 import resource, sys
-from rendezvous.stores.cloud import CloudStore
+from rendezvous.stores.cloud.store import CloudStore
 store, body = CloudStore("s3://bucket/run"), bytearray(int(sys.argv[1]) << 20)
 store.put("warm", memoryview(body)[:1 << 20])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -659,9 +661,9 @@ def test_a_proxy_of_the_environment_is_named_when_there_is_no_answer(kind: str, 
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
     error = RuntimeError(f"request failed, kind: {kind}, …")
-    assert "PROXY" not in cloud._in_words(error)
+    assert "PROXY" not in in_words(error)
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy:1")
-    assert cloud._in_words(error).endswith(" (HTTP_PROXY is set)")
+    assert in_words(error).endswith(" (HTTP_PROXY is set)")
 
 
 # ---------------------------------------------------------------------- a network of somebody else's
@@ -762,7 +764,7 @@ def test_a_refused_certificate_says_why_at_once(
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
     if trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(path))
-    cloud._forget_clients()
+    clients.forget_clients()
     with answers(b"", context) as port:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://localhost:{port}")
         with pytest.raises(StoreRefused, match=rf"no connection \(https://localhost:{port}\)\. .*certificate.*{words}"):
@@ -810,7 +812,7 @@ def test_a_panic_of_the_client_is_a_refusal(s3: S3Server, monkeypatch: pytest.Mo
 def test_a_file_of_no_certificates_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
     monkeypatch.delenv("SSL_CERT_DIR", raising=False)
-    cloud._forget_clients()
+    clients.forget_clients()
     with pytest.raises(StoreRefused, match=r"SSL_CERT_FILE is set: no certificate in PEM.* was found there"):
         at()
 
