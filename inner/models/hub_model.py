@@ -112,7 +112,7 @@ def _list_revision(name: str, revision: str | None) -> tuple[str, list[str]]:
             cached_file(name, revision or "main", "config.json")  # this stores the revision's commit in the cache
         return info.sha or "", names
     except Exception as error:  # offline: the client raises various exceptions
-        refused = _hub_error(name, revision, error)
+        refused = error if isinstance(error, HubError) else _hub_error(name, revision, error)
         folder = cached_snapshot(name, revision)
         if refused.final or folder is None:
             raise refused from error

@@ -10,6 +10,7 @@ Not promised: servers whose /reset and /step over HTTP are all that they have: t
 import json
 import os
 import re
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,8 @@ def next_step(error: Exception, url: str) -> str:
         )
     if isinstance(error, NoWebSocket) and error.status < 400:
         return "Give the address to which it redirects, without /ws."
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return "Name its authority's certificates in SSL_CERT_FILE."
     return f"Start it, or set {URL_ENV}."
 
 
