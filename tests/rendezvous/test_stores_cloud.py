@@ -536,6 +536,16 @@ def test_an_endpoint_in_the_url_stays_in_it(s3: S3Server, monkeypatch: pytest.Mo
     assert open_store(store.url).get("k") == b"v"
 
 
+def test_a_record_does_not_wait_behind_the_ranges_of_a_large_blob(s3: S3Server) -> None:
+    store, over = at(), threading.Event()
+    store.put("k", b"v")
+    ranges = [cloud._thread_pool().submit(over.wait) for _ in range(3 * cloud.RANGES_AT_ONCE)]
+    try:
+        assert store.get("k") == b"v" and not any(one.done() for one in ranges)
+    finally:
+        over.set()
+
+
 def test_a_request_at_the_process_end_is_made(s3: S3Server) -> None:
     """A script that ends with an error leaves the run in an atexit callback, when Python starts no thread any more."""
     code = (

@@ -207,7 +207,7 @@ def _heeding_signals(request: Callable[[], T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return request()
     try:
-        future = _thread_pool().submit(request)
+        future = _pool_of_main().submit(request)
     except RuntimeError:  # the process ends: Python starts no thread any more, and a script offers its last work
         return request()
     return future.result()
@@ -237,3 +237,9 @@ def _list_keys(bucket: Bucket, folder: str | None) -> list[str]:
 @cache
 def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="store")
+
+
+@cache
+def _pool_of_main() -> ThreadPoolExecutor:
+    """Threads for requests of the main thread, which would wait behind hundreds of ranges in the other pool."""
+    return ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="store-main")
