@@ -51,7 +51,7 @@ def ask_again(request: Callable[[], T], clock: Clock | None = None) -> T:
 @contextmanager
 def notice_of_silence(of: str = "the bucket") -> Iterator[None]:
     """Print a line if the block takes longer than NOTICE_S.   of: the server that the block asks."""
-    words = f"waiting for {of}: it has not answered all requests within {NOTICE_S:.0f} s"
+    words = f"waiting for {of}: {NOTICE_S:.0f} s without a result; it is slow, gives no answer, or has much to read"
     notice = threading.Timer(NOTICE_S, say, [words])
     notice.daemon = True
     notice.start()

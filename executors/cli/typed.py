@@ -40,7 +40,7 @@ def local_path(text: str) -> str:
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
     if path is None:
-        raise ArgumentTypeError(f"{text!r} is no path of this machine; write one, then copy what is written there")
+        raise ArgumentTypeError(f"{text!r} is no path of this machine. Give one, and copy the result from there")
     return str(path) if "://" in text else text
 
 

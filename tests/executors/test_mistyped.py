@@ -61,7 +61,7 @@ def test_a_name_with_a_leading_dash_is_told_how_to_be_written(capsys, monkeypatc
 def test_what_is_written_here_goes_to_a_path_of_this_machine(capsys, monkeypatch, tmp_path, argv):
     """Before: `--to s3://bucket/x` and `--to file:///x` wrote into new folders, `s3:` and `file:`, where one stood."""
     monkeypatch.chdir(tmp_path)
-    assert "'s3://b/x' is no path of this machine; write one" in refusal(capsys, *argv, "s3://b/x")
+    assert "'s3://b/x' is no path of this machine. Give one" in refusal(capsys, *argv, "s3://b/x")
     assert "did you mean s3://b/x?" in refusal(capsys, *argv, "s3:/b/x")
     assert not os.listdir() and local_path(f"file://{tmp_path}/a b") == f"{tmp_path}/a b"
 

@@ -101,7 +101,7 @@ def write_at_request() -> None:
     """Let `show_ranks` in rank 0 make this rank write its main thread's calls into a file beside MEET's."""
     with suppress(OSError):  # a full disk: rank 0's place is enough
         _shown.append(_calls_of(f"rank {os.environ['RANK']}").open("w"))
-        faulthandler.register(SHOW, _shown[-1], all_threads=False)  # of all, it shows the newest 100 alone
+        faulthandler.register(SHOW, _shown[-1], all_threads=False)  # of more than 100, it leaves out the main one
 
 
 def show_ranks() -> str:

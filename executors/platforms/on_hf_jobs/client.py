@@ -320,7 +320,7 @@ def as_executor_error(what: str, error: Exception) -> ExecutorError:
 
 
 def until_here() -> float:
-    """Return the time that `renew` wrote last into the labels of this process's job; 0 if there is none."""
+    """Return the time that `renew` wrote last into the labels of this process's job; 0 if they lack it."""
     hub = Hub(os.environ.get(NAMESPACE, ""), SystemClock())
     labels = hub.api.inspect_job(job_id=os.environ["JOB_ID"], namespace=hub.namespace).labels or {}
     return float(labels.get(UNTIL, 0.0))

@@ -159,7 +159,7 @@ def live_apps() -> list[str]:
 
 
 def volume_id(name: str) -> str:
-    """Return the id of the volume `name`; make the volume if there is none."""
+    """Return the id of the volume `name`; make the volume if it does not exist."""
     return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
 
 

@@ -184,9 +184,8 @@ class SlurmExecutor(Executor):
         if len(spec.gpu) > 1:
             return f"Slurm takes one kind of GPU per job, not a list ({', '.join(spec.gpu)}); give one --gpu"
         kind = spec.gpu[0].partition(":")[0] if spec.gpu else ""
-        if (
-            kind not in ("", "1") and (kinds := _gpu_kinds(self._cluster)) is not None and kind not in kinds
-        ):  # "1": any kind
+        kinds = _gpu_kinds(self._cluster) if kind not in ("", "1") else None  # "1": any kind
+        if kinds is not None and kind not in kinds:
             known = ", ".join(sorted(kinds)) or "none"
             return f"no node of this cluster has the GPU {''.join(spec.gpu)!r}; there are: {known} (sinfo -o %G)"
         return ""
