@@ -57,7 +57,7 @@ class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
     on_loss: called with the words about a rank that has failed, before this process ends.
-    on_told: called in the watching thread with a rank's number and its message (`tell_leader`).
+    on_told: called in the watching thread with a rank's number and its message (`tell_leader`); set it before they tell.
     is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
@@ -107,8 +107,9 @@ class Followers:
         while (running or not self.is_over()) and not self._ending:
             ready = wait([*running, *pipes], SETTLE_S)
             for pipe in pipes.keys() & set(ready):
-                if not self._hear(pipes[pipe], pipe):
-                    del pipes[pipe]
+                while pipe in pipes and pipe.poll():  # all of them: the rank may have ended after its last one
+                    if not self._hear(pipes[pipe], pipe):
+                        del pipes[pipe]
             running -= set(ready)
             failed = self._first_failure() or (None if ready else self._first_stopped())
             if failed is not None and not self._ending:

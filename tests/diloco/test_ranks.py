@@ -125,15 +125,45 @@ def test_a_rank_that_raises_ends_its_slot_with_its_words(tmp_path: Path) -> None
     assert "rank 1 of 2 ended (exit code 1): ValueError: no more; the replica ends with it" in words(tmp_path)[0]
 
 
+def _wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def lead_one_rank(folder: str) -> int:
     told = list[Any]()
     followers = Followers(2, partial(end_a_program, folder))
     followers.on_told = lambda *message: told.append(message)
+    Path(folder, "listens").touch()
     while len(told) < 2:
         time.sleep(0.01)
     followers.end()
     Path(folder, "told.json").write_text(json.dumps(told))
     return 0
+
+
+def tell_and_end(folder: str) -> int:
+    _wait_for(Path(folder, "listens"))
+    for number in range(20):
+        tell_leader("event", number)
+    return 0
+
+
+def lead_one_that_tells_and_ends(folder: str) -> int:
+    told = list[Any]()
+    followers = Followers(2, partial(tell_and_end, folder))
+    followers.on_told = lambda *message: (told.append(message), followers._ranks[0][0].join())
+    Path(folder, "listens").touch()
+    while len(told) < 20:
+        time.sleep(0.01)
+    followers.end()
+    return 0
+
+
+def test_all_messages_of_a_rank_that_has_ended_are_heard(tmp_path: Path) -> None:
+    child = context().Process(target=lead_one_that_tells_and_ends, args=(str(tmp_path),))
+    child.start()
+    assert wait(child) == 0
 
 
 def test_an_endless_loop_of_two_ranks_ends_with_the_run(tmp_path: Path) -> None:
@@ -252,6 +282,7 @@ def test_a_stopped_rank_ends_its_slot_and_a_busy_one_does_not(signals: list[int]
 
 
 def end_a_program(folder: str) -> int:
+    _wait_for(Path(folder, "listens"))
     os.kill(os.getpid(), signal.SIGTERM)  # a platform signals all processes; rank 0 leaves for all of them
     program = subprocess.Popen(["sleep", "60"])
     program.terminate()
