@@ -52,8 +52,8 @@ def open_run(
     config = replace(config, fleet=fleet)  # the run's first number of replicas fixes the shares of the prompts
     raw = open_store(url)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
-    if not getattr(raw, "proven", False) and store.get(layout.RUN) is None:
-        _refuse_unfit(raw, clock)
+    store.get(layout.RUN)  # with patience; the race below has little
+    refuse_unfit(raw, clock)
     raw = under_key(raw, clock, run_key(), ask=store)
     store = PatientStore(raw, clock, LAUNCH_PATIENCE_S)
     files = {setting: path.read_bytes() for setting, path in config.user_files().items()}
@@ -142,11 +142,13 @@ def solo_warning(desired: Wanted) -> str:
     )
 
 
-def _refuse_unfit(store: Store, clock: Clock) -> None:
+def refuse_unfit(store: Store, clock: Clock) -> None:
     """Raise StoreRefused, before anything is written, if the store lacks create-if-absent. Two replicas could
-    commit the same step."""
+    commit the same step.   A bucket that already has a run may have lost it: some servers do, with versioning on."""
     from rendezvous.stores.race import why_unfit
 
+    if getattr(store, "proven", False):
+        return
     reason = why_unfit(store, clock)
     if reason is not None:
         raise StoreRefused(

@@ -8,12 +8,14 @@ Not promised: the same places, if you name others.
 
 from typing import TYPE_CHECKING
 
+from diloco.run.founding import refuse_unfit
 from diloco.run.record import Run, read_run
 from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words
 from executors.preflight import quote
 from rendezvous.agreement.membership import Wanted, read_control, refuse_lost
 from rendezvous.clock import SystemClock
+from rendezvous.stores.open import open_store
 
 if TYPE_CHECKING:
     from executors.preflight.quote import StartRequest
@@ -27,6 +29,7 @@ def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
     if over := finished_words(run.store, asked.url, asked.fleet.steps):
         say(over)
         return run, wanted
+    refuse_unfit(open_store(asked.url), SystemClock())
     if asked.places.actors:
         from diloco.run.combinations import refuse_actors
 
