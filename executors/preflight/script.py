@@ -50,6 +50,7 @@ NAMED = re.compile(  # `rewards.score`, also several with commas between; `rewar
     r"(?<![\w./:-])(?:(\w+(?:\.\w+)+|\w+(?=:\w))|((?:\./)*\w+(?:/\w+)*)\.py)(?![\w./-])"
 )
 COMMENT = re.compile(r"(^|\s)#.*")
+OF_THIS_MACHINE = re.compile(r"^([\w.-]+(?:\[[^]]*\])?) *@ *file:.*")  # as `pip freeze` writes in conda
 ADDRESS = re.compile(
     r"(?:\w+\+)?\w+://\S*/(?P<last>[\w.-]+?)(?:\.git)?/?(?:@[^#\s]*)?(?:#(?:.*egg=(?P<egg>[\w.-]+))?.*)?$"
 )
@@ -414,10 +415,11 @@ def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
     file = None if folder is None else folder / "requirements.txt"
     if file is not None and file.is_file():
         lines = (COMMENT.sub("", line).strip() for line in _decoded(file.read_bytes()).splitlines())
-        told += [line for line in lines if line and line[0] not in "-./"]  # pip's options, and folders here
+        told += [line for line in lines if line and not line.startswith(("-", ".", "/", "file:"))]  # here
     found: dict[str, str] = {}
     for text in told:
         try:
+            text = OF_THIS_MACHINE.sub(r"\1", text)
             address = ADDRESS.match(text)  # git+https://github.com/OWNER/NAME.git@TAG#egg=NAME
             named = (address["egg"] or address["last"]) if address else Requirement(text).name
             found.setdefault(named.lower().replace("_", "-"), text)

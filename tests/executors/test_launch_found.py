@@ -37,10 +37,12 @@ def test_pips_other_lines_are_no_mistakes(tmp_path: Path) -> None:
         "git+ssh://git@github.com/a/b.git#egg=bee&subdirectory=x",
         "https://files.example/w/part-1.0-py3-none-any.whl",
         "./here",
+        "file:///here/part-2.0-py3-none-any.whl",
+        "bleach[css] @ file:///croot/bleach_1732  # as pip freeze writes in conda",
         "einops==0.8 # shapes",
     )
     (tmp_path / "requirements.txt").write_text("\n".join(lines))
-    wanted = (lines[1].split()[0], lines[2], lines[3], "einops==0.8")
+    wanted = (lines[1].split()[0], lines[2], lines[3], "bleach[css]", "einops==0.8")
     assert packages_of("train.py", "", tmp_path) == wanted
     (tmp_path / "requirements.txt").write_bytes("\r\n".join(lines).encode("utf-16"))  # as PowerShell writes it
     assert packages_of("train.py", "", tmp_path) == wanted
