@@ -145,10 +145,10 @@ def solo_warning(desired: Wanted) -> str:
 def refuse_unfit(store: Store, clock: Clock) -> None:
     """Raise StoreRefused, before anything is written, if the store lacks create-if-absent. Two replicas could
     commit the same step.   A bucket that already has a run may have lost it: some servers do, with versioning on."""
-    from rendezvous.stores.race import why_unfit
-
     if getattr(store, "proven", False):
         return
+    from rendezvous.stores.race import why_unfit
+
     reason = why_unfit(store, clock)
     if reason is not None:
         raise StoreRefused(
