@@ -86,6 +86,12 @@ def agent_loop(folder: Path, code: str, template: str = "qwen3", rows: Any = Non
     return build_inner(config, model, files, Seeds(data=0, noise=0))
 
 
+@pytest.fixture
+def no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each batch wait for all agents: on a busy machine one begins late."""
+    monkeypatch.setattr("inner.extras.agents.rollouts.LINGER_S", 60.0)
+
+
 def take(loop: Any, steps: int = 1) -> list[dict[str, Any]]:
     """Take inner steps. Return the batches of the trainer's generations."""
     batches, made = [], loop.trainer._generate_and_score_completions
@@ -126,7 +132,7 @@ def says() -> Iterator[Callable[[Callable[[str], list[int]]], Any]]:
 # ---------------------------------------------------------------- ids
 
 
-def test_one_call_of_the_model_gives_the_bits_of_a_run_without_an_agent(tmp_path: Path) -> None:
+def test_one_call_of_the_model_gives_the_bits_of_a_run_without_an_agent(tmp_path: Path, no_hurry: None) -> None:
     (tmp_path / "reward.py").write_text("def score(completions, k, **_):\n    return [float(one % 3) for one in k]\n")
     loop = agent_loop(tmp_path, ONCE, sampling={"max_completion_length": 24})
     first = take(loop, 2)
@@ -147,7 +153,7 @@ def test_a_trainer_sends_no_telemetry(tmp_path: Path, answers: None, monkeypatch
     assert began == []
 
 
-def test_a_rollout_of_three_turns_has_the_sampled_ids_and_no_others(tmp_path: Path, says: Any) -> None:
+def test_a_rollout_of_three_turns_has_the_sampled_ids_and_no_others(tmp_path: Path, says: Any, no_hurry: None) -> None:
     tokenizer = real_tokenizer("qwen3")
     end = [tokenizer.eos_token_id]
     calls, answer, sure = (
@@ -160,8 +166,7 @@ def test_a_rollout_of_three_turns_has_the_sampled_ids_and_no_others(tmp_path: Pa
         return sure + end if "sure?" in before else answer if "<tool_response>" in before else calls
 
     sizes = says(script)
-    with patch("inner.extras.agents.rollouts.LINGER_S", 60.0):  # on a busy machine an agent begins late
-        (batch,) = take(agent_loop(tmp_path, TURNS))
+    (batch,) = take(agent_loop(tmp_path, TURNS))
     assert sizes == [4, 4, 4], "one batch of all rollouts a turn"
     ids, mask = written(batch, 0)
     sampled = [token for token, own in zip(ids, mask, strict=True) if own]
@@ -645,7 +650,7 @@ def parameters_of(loop: Any) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
 
 
-def test_recorded_rollouts_of_agents_give_the_same_bits(tmp_path: Path) -> None:
+def test_recorded_rollouts_of_agents_give_the_same_bits(tmp_path: Path, no_hurry: None) -> None:
     kept = Kept()
     plain = agent_loop(tmp_path, SHORT)
     take(plain, 2)
