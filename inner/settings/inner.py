@@ -183,7 +183,8 @@ class InnerConfig(Table):
     @property
     def objective_settings(self) -> dict[str, Any]:
         """The objective's settings, with this run's overrides.   Raises ObjectiveError."""
-        return po_settings(self.grpo.objective, {**self.trl, **self.grpo.overrides})
+        length = {"max_completion_length": self.completion_length}
+        return po_settings(self.grpo.objective, {**self.trl, **self.grpo.overrides, **length})
 
     @property
     def compares_with_start(self) -> bool:

@@ -242,6 +242,12 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     for knob in RATIO_KNOBS:
         if settings.get(knob) is not None and not settings[knob] > 0:
             raise ObjectiveError(f"{knob} = {settings[knob]} must be greater than 0. Set {knob}.")
+    tokens, length = settings.get("soft_overlong_tokens") or 0, settings.get("max_completion_length") or 0
+    if "max_completion_length" in settings and tokens > length:
+        raise ObjectiveError(
+            f"soft_overlong_tokens = {tokens} is more than max_completion_length = {length}: every answer would be "
+            "punished. Set it to a fifth of that, or to 0."
+        )
     if (delta := settings.get("delta")) is not None and not delta > 1:
         raise ObjectiveError(
             f"delta = {delta} caps the ratio r, which is 1 on-policy: at 1 or below, right answers have no gradient. "

@@ -38,11 +38,6 @@ class POConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.objective, vars(self))
-        if self.soft_overlong_tokens > (self.max_completion_length or 0):
-            raise ObjectiveError(
-                f"soft_overlong_tokens = {self.soft_overlong_tokens} is more than max_completion_length = "
-                f"{self.max_completion_length}: every answer would be punished. Set it to a fifth of that, or to 0."
-            )
 
 
 def make_po_config(objective: str = "dr_grpo", **overrides: Any) -> POConfig:

@@ -318,6 +318,12 @@ def test_guards_at_construction(name: str, overrides: dict[str, Any], words: str
         make_po_config(name, **{**SMALL, **overrides})
 
 
+def test_a_length_penalty_above_the_completions_is_refused_before_the_start() -> None:
+    """Before, `plan` said nothing, and the replica ended: toolworld has 24 tokens by default."""
+    with pytest.raises(InnerError, match="soft_overlong_tokens = 64 is more than max_completion_length = 24"):
+        InnerConfig.from_dict({"model": "toolworld", "grpo": {"soft_overlong_tokens": 64}}).check()
+
+
 @pytest.mark.parametrize("delta", [1.3, 1.1])
 def test_a_cap_above_1_leaves_every_on_policy_gradient(delta: float) -> None:
     """At r = 1, where below 1 it left none to right answers."""
