@@ -14,7 +14,6 @@ a detached run do not notice.
 Not promised: that a running supervisor uses places that change meanwhile; the next supervisor uses them.
 """
 
-import argparse
 import os
 import shlex
 import signal
@@ -26,19 +25,17 @@ from dataclasses import dataclass, field
 from diloco.model.last_sweep import sweep_after_end
 from diloco.process import exitcodes
 from diloco.process.journal import Journal
-from diloco.process.output import print_plainly
 from diloco.run.founding import solo_warning
-from diloco.run.record import Run, read_run
+from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
 from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
-from executors.platforms.places import build_executor, former_places, places_of
+from executors.platforms.places import former_places, places_of
 from executors.supervision.grace import GRACE_S, finish_s, leave_s, usual_s
-from executors.supervision.lease import WATCHING, Lease, Supervised
+from executors.supervision.lease import WATCHING, Lease
 from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
-from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
 from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
 from executors.supervision.slots.plan import (
@@ -58,7 +55,7 @@ from executors.supervision.slots.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, newest_claim, read_control
-from rendezvous.clock import Clock, SystemClock
+from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError, StoreFull, StoreUnclear
 
 FAILED = 1
@@ -425,32 +422,10 @@ class Supervisor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the supervisor of a detached run; its replicas continue if it is killed."""
-    program = "python -m executors.supervision.supervisor"
-    parser = argparse.ArgumentParser(prog=program, description="Keep a run's replicas alive.")
-    parser.add_argument("url", help="the run")
-    parser.add_argument("--entrypoint", default=REPLICA, metavar="MODULE:FUNCTION", help="what each replica runs")
-    args = parser.parse_args(argv)
-    print_plainly()
-    try:
-        outcome = _supervise_run(args.url, args.entrypoint)
-    except Supervised as error:
-        outcome = Outcome(LOST_LEASE, str(error))
-    except (RendezvousError, ExecutorError) as error:
-        outcome = Outcome(end_code(error), str(error))
-    print(outcome.text, flush=True)
-    return outcome.code
+    """Be a detached run's supervisor (alone.py).   Jobs and detached processes name this function."""
+    from executors.supervision import alone
 
-
-def _supervise_run(url: str, entrypoint: str) -> Outcome:
-    run = read_run(url)
-    wanted = read_control(run.store)
-    executor = build_executor(wanted.places, wanted.former)
-    try:
-        alert = os.environ.get(ALERT, "")
-        return Supervisor(run, executor, SystemClock(), entrypoint=entrypoint, alert=alert).supervise()
-    finally:
-        executor.close()
+    return alone.main(argv)
 
 
 if __name__ == "__main__":

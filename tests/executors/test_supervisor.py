@@ -376,7 +376,7 @@ def test_a_detached_supervisor_that_gives_up_ends_with_the_documented_code(monke
     def full(*_: object) -> None:
         raise StoreFull("cannot write log/supervisor-1: no space left")
 
-    monkeypatch.setattr("executors.supervision.supervisor._supervise_run", full)
+    monkeypatch.setattr("executors.supervision.alone.supervise_run", full)
     assert main(["runs/full"]) == exitcodes.GAVE_UP and "no space left" in capsys.readouterr().out
 
 
