@@ -76,6 +76,8 @@ def explain_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, PermissionError) and error.filename:
         words = FORBIDDEN if error.errno == errno.EPERM else CLOSED
         return words.format(error.filename), exitcodes.USER_ERROR
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}. Correct this path, or name another one", exitcodes.USER_ERROR
     later = isinstance(error, Unavailable | TrackerBusy | StoreGone)
     return str(error), exitcodes.GAVE_UP if later else exitcodes.USER_ERROR
 

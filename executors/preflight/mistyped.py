@@ -56,7 +56,8 @@ def in_words(message: str, prog: str) -> str:
         name, word, listed = choice.groups()
         known = re.findall(r"[\w.-]+", listed)
         first = "; the verb comes first, then its options" if name == "VERB" else ""
-        return f"there is no {name} {word!r}" + (nearest_hint(word, known) or f"{first}; there are {', '.join(known)}")
+        more = ["--help", "--version"] if name == "VERB" else []
+        return f"there is no {name} {word!r}" + (nearest_hint(word, [*known, *more]) or f"{first}; there are {', '.join(known)}")
     if message.startswith("the following arguments are required"):
         missing = message.partition(": ")[2]
         return f"{missing} must be given{_dash_hint()}; `{prog} --help` explains it"

@@ -436,6 +436,11 @@ def test_drain(capsys, run):  # noqa: F811
     assert code == 0 and "r01 ends its inner step, offers its work and leaves" in out
     assert "warning: every outer step needs min_replicas = 2 replicas, and 1 will be left" in out
     assert read_control(run.store).drains == {"r01"}
+    assert "resume" not in out.splitlines()[-1], "before: it would carry out the drain, which it undoes"
+    write_control(run.store, SystemClock(), stop=True)
+    code, out, _ = say(capsys, "drain", run.url, "r00")
+    assert code == 0 and "was asked to stop, so r00 leaves as all others do; nothing was changed" in out
+    assert read_control(run.store).drains == {"r01"}
 
 
 @pytest.mark.parametrize("verb", ["drain", "logs"])

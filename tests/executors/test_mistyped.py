@@ -28,6 +28,8 @@ def refusal(capsys, *argv: object) -> str:
     ("argv", "said"),
     [
         (["trian"], "diloco: there is no VERB 'trian'; did you mean train?"),
+        (["help"], "diloco: there is no VERB 'help'; did you mean --help?"),
+        (["version"], "diloco: there is no VERB 'version'; did you mean --version?"),
         (["plan", "c", "--run=r", "--exectr"], "diloco plan: there is no option --exectr; did you mean --executor?"),
         (["stop", "r", "--grcae=3"], "diloco stop: there is no option --grcae; did you mean --grace?"),
         (["train", "c"], "diloco train: --run must be given; `diloco train --help` explains it"),

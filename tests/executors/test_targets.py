@@ -142,6 +142,12 @@ def test_a_read_only_place_is_told() -> None:
     assert code == 2 and text.startswith("image/out is on a read-only file system. Name")
 
 
+def test_an_error_of_a_path_is_told_without_its_number() -> None:
+    """Before: "[Errno 2] No such file or directory: '/proc/x'", after `export --to /proc/x`."""
+    told = explain_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/x"))
+    assert told == ("/proc/x: No such file or directory. Correct this path, or name another one", 2)
+
+
 def test_an_account_without_a_home_is_told_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: Python's traceback, after the run was founded.  Seen with a uid that has no passwd entry."""
     monkeypatch.delenv("HOME", raising=False)
