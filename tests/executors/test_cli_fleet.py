@@ -18,6 +18,7 @@ from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import typed
 from executors.cli.looking import logs
+from executors.cli.starting.verbs import _has_model
 from executors.platforms import EXECUTORS
 from executors.platforms.base import ExecutorError, Handle, LaunchPlan
 from executors.platforms.places import Place, make_executor
@@ -324,6 +325,13 @@ def test_resume_needs_no_config(capsys, run, config):  # noqa: F811
     code, out, _ = say(capsys, "resume", run.url, "--json")
     assert code == 0 and json.loads(out)["code"] == 0
     assert read_control(run.store).stop, "it is finished, and nothing was changed"
+
+
+def test_an_export_is_advised_where_there_is_a_model(run):  # noqa: F811
+    """Before: also after `diloco launch` of a loop with make_diloco, whose run has no model."""
+    assert not _has_model(run)
+    run.store.put(layout.MODEL_MANIFEST, b"{}")
+    assert _has_model(run)
 
 
 def test_resume_of_a_run_that_is_not_there(capsys, tmp_path):
