@@ -130,7 +130,7 @@ def state_at(
         refuse_lost(store, replay.step)
     if step is not None and replay.step < step:
         raise ConfigError(
-            f"step {step} has not been taken yet: the run is at step {replay.step}. Use --step {replay.step} or less"
+            f"step {step} has not been taken yet: the run is at step {replay.step}. Name that or an earlier step"
         )
     return replay.step, state
 
