@@ -77,7 +77,7 @@ def test_charts_and_the_grid_are_read_with_the_keyboard(browser, pages) -> None:
 
 
 def test_every_line_of_a_chart_is_named_in_its_colour(browser, pages) -> None:
-    """Before: no word said which bytes are up and which down, and the key named a band that few replicas do not have."""
+    """Before: no word said which bytes are up and which down; the key named a band that few replicas do not have."""
     for size, named in (((12, 3), "■ r00 ■ r01 ■ r02 ■ mean "), ((12, 64), "")):
         with browser.open(pages[size].as_uri()) as tab:
             tab.wait_until_drawn()

@@ -42,6 +42,7 @@ def refusal(capsys, *argv: object) -> str:
             "one out"),
         (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
         (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
+        (["launch"], "diloco launch: SCRIPT must be given; `diloco launch --help` explains it"),
         ([], "diloco: VERB must be given; `diloco --help` explains it"),
     ],
 )  # fmt: skip

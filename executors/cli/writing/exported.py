@@ -47,7 +47,8 @@ def fresh_folder(to: Path) -> Generator[Path]:
         with tempfile.TemporaryDirectory(dir=to, prefix=".export-", ignore_cleanup_errors=True) as made:
             yield Path(made)
     except (OSError, SafetensorError) as error:
-        error.filename = getattr(error, "filename", None) or str(to / MARK)  # a failed write() names no file
+        name = getattr(error, "filename", None) or str(to / MARK)  # a failed write() names no file
+        error.filename = name  # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
         with suppress(OSError):
