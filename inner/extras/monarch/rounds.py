@@ -232,7 +232,8 @@ def write_moments(optimizer: Optimizer, model: nn.Module, moments: list[dict[str
     parameters = list(trained_parameters(model).values())
     if len(parameters) != len(moments):
         raise InnerError(
-            f"the optimizer state is of {len(moments)} parameters, and this model trains {len(parameters)}."
+            f"the optimizer state has {len(moments)} parameters, and this model trains {len(parameters)}. Give the "
+            "state that belongs to this model."
         )
     for p, state in zip(parameters, moments, strict=True):
         if state:
