@@ -136,7 +136,7 @@ class Actor:
         return True
 
     def _former_step(self) -> int:
-        """Return the outer step of the weights BEATS heartbeats ago, or at the first look, if that was later."""
+        """Return the step of the weights BEATS heartbeats ago; if the actor is younger, that of its first look."""
         now = self._session.clock.now()
         self._steps.append((now, self._status.step))
         while len(self._steps) > 1 and now - self._steps[1][0] >= BEATS * self._session.timing.beat:
@@ -230,7 +230,7 @@ class Heard:
     counters: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def refuse_silence(self, store: Readable, slots: Iterable[str], now: float) -> None:
-        """Look for a heartbeat that has changed, as few as that takes.   Raise GaveUp after a silence."""
+        """Read heartbeats, one after the other, until one has changed.   Raise GaveUp after a silence."""
         if any(self._has_changed(store, slot) for slot in slots):
             self.at = now
         if now - self.at > self.patience_s:

@@ -217,7 +217,7 @@ class _Session(StandIn):
             loop.train(lambda: False)
 
     def _threads(self) -> int:
-        """Return the thread count that the session's bundles record; without such a bundle, this process's count."""
+        """Return the threads that a bundle of the session records; this process's, if none of LOOKED_AT is its."""
         keys = self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/")
         for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
             with suppress(RendezvousError):

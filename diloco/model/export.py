@@ -130,7 +130,7 @@ def state_at(
         refuse_lost(store, replay.step)
     if step is not None and replay.step < step:
         raise ConfigError(
-            f"step {step} has not been taken yet: the run is at step {replay.step}. Use --step {replay.step} or less"
+            f"step {step} has not been taken yet: the run is at step {replay.step}. Name that or an earlier step"
         )
     return replay.step, state
 
@@ -151,8 +151,8 @@ def refuse_gone(run: Run, step: int) -> None:
     if left is None or left.covers_step(step):
         return
     raise ConfigError(
-        f"step {step} cannot be exported any more: what is kept (fleet.keep = {keep_of(run)}) {left.in_words()}. Use "
-        "one of those with --step, or none for the newest"
+        f"θ_{step} cannot be computed any more: what is kept (fleet.keep = {keep_of(run)}) {left.in_words()}. Name one "
+        "of those steps, or none for the newest"
     )
 
 

@@ -94,9 +94,9 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
         rollouts = bundle_rollouts(bytes(payload))
         whole = is_whole(record, payload, required_digest_kind(run.store))
     except (WireError, ValueError) as error:
-        raise ConfigError(f"{key} cannot be used: {error}. Reward a rollout of another key") from error
+        raise ConfigError(f"{key} cannot be used: {error}. Name another rollout") from error
     if not whole or record.run != run.record.nonce:
-        raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Reward a rollout of another key")
+        raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Name another rollout")
     if record.step != step or index >= len(rollouts):
         there = f"outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0"
         raise ConfigError(f"{key} has no rollout {index} of outer step {step}: it is of {there}. Correct --rollout")

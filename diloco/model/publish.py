@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from diloco.model.fetch import fetch_files
 from diloco.process.disk import is_full
 from diloco.run.config import ConfigError
@@ -49,10 +51,10 @@ def publish(url: str) -> int:
     except (InnerError, ConfigError) as error:  # an error in the user's files or settings, not in the model
         print(error, file=sys.stderr, flush=True)
         return exitcodes.USER_ERROR
-    except (RendezvousError, OSError) as error:
+    except (RendezvousError, OSError, SafetensorError) as error:
         from diloco.process.full_disk import full_disk_words
 
-        full = full_disk_words(error, "it") if isinstance(error, OSError) and is_full(error) else ""
+        full = full_disk_words(error, "it") if is_full(error) else ""
         words = f"{full}; free some space, then `diloco resume RUN`" if full else error
         print(f"cannot publish the model: {words}", file=sys.stderr, flush=True)
         return exitcodes.GAVE_UP if full else exitcodes.USER_ERROR

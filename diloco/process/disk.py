@@ -80,8 +80,11 @@ def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: 
             wait_for_space(session, what, error, session.clock.now() - began, check)
 
 
-def is_full(error: OSError) -> bool:
-    """Whether the error means a full disk. Python raises FileNotFoundError if no temporary folder has space."""
+def is_full(error: Exception) -> bool:
+    """Whether the error means a full disk. Python raises FileNotFoundError if no temporary folder has space, and
+    safetensors a SafetensorError, whose text ends with the number."""
+    if not isinstance(error, OSError):
+        return any(f"(os error {number})" in str(error) for number in FULL)
     return error.errno in FULL or (
         isinstance(error, FileNotFoundError) and "No usable temporary" in str(error.strerror)
     )

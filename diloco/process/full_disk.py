@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 AGAIN_S = 2.0  # seconds between two tries
 
 
-def full_disk_words(error: OSError, what: str) -> str:
+def full_disk_words(error: Exception, what: str) -> str:
     """Return the message that there is no space for `what`, and in which folder."""
-    where = os.path.dirname(error.filename) if isinstance(error.filename, str) else _temporary_folder(error)
+    name = getattr(error, "filename", None)
+    where = os.path.dirname(name) if isinstance(name, str) else _temporary_folder(error)
     return f"no space left on this machine's disk for {what} ({where})"
 
 
@@ -40,9 +41,9 @@ def wait_for_space(session: "Session", what: str, error: OSError, waited: float,
     session.clock.sleep(AGAIN_S)
 
 
-def _temporary_folder(error: OSError) -> str:
+def _temporary_folder(error: Exception) -> str:
     """Return the folder of this process's temporary files, or the folders that tempfile tried."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
-        return str(error.strerror).partition("[")[2].rstrip("]").replace("'", "")
+        return str(getattr(error, "strerror", "")).partition("[")[2].rstrip("]").replace("'", "")

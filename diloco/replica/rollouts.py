@@ -112,7 +112,7 @@ class OldBundles:
     """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
 
     background: runs the deletions.   emit: called for failures.   ahead: outer steps by which actors sample ahead.
-    parent: outer steps of the run that this one continues; places count them, too.
+    parent: outer steps of the run that this run continues; the numbers of places begin after them.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        "Format of pseudogradients: fp32, bf16, int8, int4, topk or bf16-gate, lossy ones with error feedback; "
-        "auto: the first of them whose sync takes at most a tenth of the time between syncs, chosen once for the run.",
+        f"Format of pseudogradients: {', '.join(CODECS)}, lossy ones with error feedback; auto: the first but "
+        "bf16-gate whose sync takes at most a tenth of the time between syncs, or the fastest, chosen once for a run.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(

@@ -255,13 +255,13 @@ def refuse_layout(stands: list[list[Any]], mine: list[list[Any]]) -> None:
 
 def _differing_keys(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
     found: list[str] = []
-    for key in set(there) | set(here):
-        a = there.get(key)
-        b = here.get(key)
+    for key in sorted({*there, *here}):
+        a, b = there.get(key), here.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             found += _differing_keys(a, b, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key} is {a!r} there, {b!r} here")
+            theirs, ours = ("not set" if one is None else repr(one) for one in (a, b))
+            found.append(f"{prefix}{key} is {theirs} there, {ours} here")
     return found
 
 

@@ -43,6 +43,7 @@ def open_session(
     """
     if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held
+    refuse_other_names(run, slot)
     if not url_of(run).startswith("memory://"):  # replicas of such a run are all in this process
         refuse_second(run)
         OPENED.add(one_spelling(run))
@@ -64,6 +65,19 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     if steps is not None and not read_control(session.rv.store).steps:
         write_control(session.rv.store, session.clock, steps=steps)
     return session
+
+
+def refuse_other_names(run: str | Store, slot: str) -> None:
+    """Raise OuterError in a launched script that names a run or slot of its own, before it has joined the launched run.
+
+    Else each replica would wait, alone, for the others of a run that has no other replicas."""
+    for url, session in LAUNCHED.items():
+        if session.rv.members.status.phase == "boot":
+            raise OuterError(
+                f'StoreManager has the run "{url_of(run)}" and the slot "{slot}", and `diloco launch` started this '
+                f'process for {url}, slot "{session.rv.slot}". Write StoreManager(os.environ["DILOCO_RUN"], '
+                'os.environ["DILOCO_SLOT"], …)'
+            )
 
 
 def refuse_second(run: str | Store) -> None:

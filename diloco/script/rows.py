@@ -61,7 +61,7 @@ class ShareSampler(Sampler[int]):
 
 
 def kept_order(rows: int, share: Share) -> Callable[[int], int]:
-    """Return a function: position -> row, in the dataset's order. Each `of` rows are dealt to the replicas at random.
+    """Return a function: position -> row, in the dataset's order. Each group of share.of rows is dealt at random.
 
     Dealt in turn, rows that alternate (KTO's desirable and undesirable) would give each replica one kind of them."""
 

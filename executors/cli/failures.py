@@ -38,6 +38,7 @@ LOST = (
 
 def is_expected(error: Exception) -> bool:
     """Whether the error says what to do next; any other error is a defect, and keeps its traceback."""
+    from diloco.process.disk import is_full
     from diloco.run.config import ConfigError
     from diloco.views.page.charts import ReportError
     from executors.platforms.base import ExecutorError
@@ -46,7 +47,7 @@ def is_expected(error: Exception) -> bool:
     from rendezvous.errors import RendezvousError
 
     known = ConfigError | InnerError | RendezvousError | OSError | UsageError | ReportError | ExecutorError
-    return isinstance(error, known) or str(error) == HOMELESS
+    return isinstance(error, known) or is_full(error) or str(error) == HOMELESS
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
@@ -62,9 +63,9 @@ def explain_error(error: Exception) -> tuple[str, int]:
         return f"{error}. {BUSY}" if isinstance(error, StoreUnclear) else str(error), exitcodes.GAVE_UP
     if isinstance(error, StoreFull):
         return f"{error}, then repeat the command", exitcodes.GAVE_UP
-    if isinstance(error, OSError) and is_full(error) and error.filename == "<stdout>":
+    if is_full(error) and getattr(error, "filename", "") == "<stdout>":
         return LOST, exitcodes.GAVE_UP
-    if isinstance(error, OSError) and is_full(error):
+    if is_full(error):
         full = f"no space left on this machine's disk for its files{_where(error)}"
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and error.errno in NO_ANSWER and error.filename:
@@ -76,12 +77,15 @@ def explain_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, PermissionError) and error.filename:
         words = FORBIDDEN if error.errno == errno.EPERM else CLOSED
         return words.format(error.filename), exitcodes.USER_ERROR
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}. Correct this path, or name another one", exitcodes.USER_ERROR
     later = isinstance(error, Unavailable | TrackerBusy | StoreGone)
     return str(error), exitcodes.GAVE_UP if later else exitcodes.USER_ERROR
 
 
-def _where(error: OSError) -> str:
+def _where(error: Exception) -> str:
     """Return " (FOLDER)" if the error names its file, or the folders that tempfile tried; else ""."""
-    named = isinstance(error.filename, str)
-    where = os.path.dirname(error.filename) if named else str(error.strerror).partition("[")[2].rstrip("]")
+    name = getattr(error, "filename", None)
+    tried = str(getattr(error, "strerror", "")).partition("[")[2].rstrip("]")
+    where = os.path.dirname(name) if isinstance(name, str) else tried
     return f" ({where})" if where else ""

@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = make_parser(words).parse_args(words)
+        except OSError as error:  # of a help text
+            error.filename = "<stdout>"
+            raise
         finally:  # also after a help text
             print_plainly()
             sys.stdout.flush()
@@ -112,6 +115,9 @@ class Parser(ArgumentParser):
         from executors.preflight.mistyped import in_words
 
         self.exit(2, f"{self.prog}: {in_words(message, self.prog)}\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)  # argparse would drop an OSError, and a help text on a full disk end with 0
 
     def _verb_parser(self, name: str) -> "Parser":
         choices = [a.choices for a in self._actions if isinstance(a, _SubParsersAction)]

@@ -56,9 +56,10 @@ def in_words(message: str, prog: str) -> str:
         name, word, listed = choice.groups()
         known = re.findall(r"[\w.-]+", listed)
         first = "; the verb comes first, then its options" if name == "VERB" else ""
-        return f"there is no {name} {word!r}" + (nearest_hint(word, known) or f"{first}; there are {', '.join(known)}")
+        near = [*known, "--help", "--version"] if name == "VERB" else known
+        return f"there is no {name} {word!r}" + (nearest_hint(word, near) or f"{first}; there are {', '.join(known)}")
     if message.startswith("the following arguments are required"):
-        missing = message.partition(": ")[2]
+        missing = message.partition(": ")[2].removesuffix(", ARGUMENTS")  # a script's own: it may have none
         return f"{missing} must be given{_dash_hint()}; `{prog} --help` explains it"
     return message.removeprefix("argument ") + (_dash_hint() if message.endswith("expected one argument") else "")
 

@@ -368,7 +368,7 @@ def _variables(table: dict[str, Any], name: str, folder: Path) -> dict[str, str]
     for variable, value in found.items():
         here = f"{folder}/task.toml: [{name}.env] {variable} = {value!r}"
         if not isinstance(value, str) or "\0" in value or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
-            raise InnerError(f"{here} must be a text, under a name of letters, digits and _.")
+            raise InnerError(f"{here} must be a text; write letters, digits and _ in its name, no digit first.")
         if "${" in value:
             raise InnerError(f"{here} is of the machine that starts Harbor, which no box can read. Write the value.")
     return found

@@ -29,7 +29,7 @@ DEFAULT = "/app"  # the working folder without WORKDIR
 
 @dataclass
 class Seen:
-    """Holds facts of a task's folders that no file's content has.   left: links that no box gets.   programs: paths."""
+    """What the read files' content does not show.   left: links that no box gets.   programs: paths of executables."""
 
     left: list[Path] = field(default_factory=list[Path])
     programs: set[str] = field(default_factory=set[str])
@@ -138,7 +138,7 @@ def _copied(folder: Path, sources: list[str], to: str, *, is_folder: bool, seen:
     copied = dict[str, str]()
     for path in [path for source in sources for path in _named(folder, source)]:
         if not _real(path).is_relative_to(_real(folder)):
-            raise InnerError(f"{folder}/Dockerfile copies {path}, which is outside its folder. Copy a file in it.")
+            raise InnerError(f"{folder}/Dockerfile copies {path}, outside this folder. Move it into the folder.")
         inside = f"{to}/{path.name}" if is_folder and path.is_file() else to
         copied |= pack(path, inside, root=folder, seen=seen)
     return copied

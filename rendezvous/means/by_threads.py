@@ -34,7 +34,7 @@ def by_threads(threads: Threads, encoder: Encoder, reducer: Reducer, *, near: bo
 
 
 class ThreadedReducer(Reducer):
-    """A Reducer for stores where a request costs a copy, whose sums several threads make."""
+    """A Reducer that averages with several threads, for stores where a request costs a copy."""
 
     def __init__(self, like: Reducer, threads: Threads) -> None:
         at = like.announcements

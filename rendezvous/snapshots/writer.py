@@ -11,7 +11,7 @@ slower than a round, the unread rest of the fragment that is about to be stepped
 the copy is digested and written.  The digests of these bytes must give the `base` that commit t confirmed; otherwise
 the snapshot does not become visible.
 
-A failed request begins again from the first byte.  If bytes that were already read have been stepped since, the
+A failed request begins again from the first byte.  If an outer step has changed bytes that were already read, the
 snapshot is given up, and its writer begins another one at the next step.
 
 Not promised: immediate deletion of a blob without a manifest; it is deleted with its step.

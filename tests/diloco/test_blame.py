@@ -387,4 +387,4 @@ def test_a_run_that_keeps_little_is_searched_where_it_can_be(tmp_path: Path, cap
     assert main(["bisect", run.url, "--", *judge]) == 0
     assert "θ_9 is the first that is bad" in capfd.readouterr().out
     assert main(["bisect", run.url, "--from", "3", "--", *judge]) == 2
-    assert "step 3 cannot be exported any more" in capfd.readouterr().err
+    assert "θ_3 cannot be computed any more" in capfd.readouterr().err

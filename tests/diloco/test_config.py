@@ -108,6 +108,10 @@ def test_a_stopped_run_is_resumed_by_the_same_command(tmp_path: Path) -> None:
     [
         ("[outer]\nsync_every = 20\n", "outer.sync_every is 10 there, 20 here"),
         ("seed = 7\n", "seed is 0 there, 7 here"),
+        (
+            "[inner.schedule]\nlr_warmup = 2\nlr_replicas = 'linear'\n[outer]\nsync_every = 4\n",
+            "lr_replicas is not set there, 'linear' here; inner.schedule.lr_warmup is 0 there, 2 here; outer.",
+        ),
     ],
 )
 def test_other_mathematics_under_the_same_url_are_refused(tmp_path: Path, change: str, word: str) -> None:

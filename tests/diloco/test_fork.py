@@ -108,7 +108,7 @@ def test_a_run_that_was_founded_again_goes_by_its_first_name(old: Fleet, tmp_pat
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "another model": ("@2", {"inner": {"dtype": "bfloat16"}}, "'float32', and this config has 'bfloat16'"),
     "other parts": ("@2", {"outer": {"fragments": 2}}, "has outer.fragments = 1, and this config has 2"),
-    "a step that was not taken": ("@9", {}, "step 9 has not been taken yet: the run is at step 4"),
+    "a step that was not taken": ("@9", {}, "the run is at step 4. Name that or an earlier step"),
     "no run": ("/nowhere@2", {}, "there is no run at"),
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import SafetensorError
 
 from diloco.model.publish import publish
 from diloco.process import exitcodes
@@ -207,12 +208,12 @@ def test_the_child_that_publishes_says_so_and_may_be_started_again(
 ) -> None:
     """Before: exit code 2, as if files, settings or model were wrong."""
     run = open_run(fleet_config(tmp_path), str(tmp_path / "run"), SystemClock())
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "", "/s/x")))
-    assert publish(run.url) == exitcodes.GAVE_UP
-    assert (
-        "no space left on this machine's disk for it (/s); free some space, then `diloco resume"
-        in capsys.readouterr().err
-    )
+    of_a_save = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    for error, where in ((OSError(errno.ENOSPC, "", "/s/x"), "/s"), (of_a_save, tempfile.gettempdir())):
+        monkeypatch.setattr(tempfile, "mkdtemp", lambda *_, error=error, **__: (_ for _ in ()).throw(error))
+        assert publish(run.url) == exitcodes.GAVE_UP
+        words = f"no space left on this machine's disk for it ({where}); free some space, then `diloco resume"
+        assert words in capsys.readouterr().err
 
 
 def test_a_command_says_so_and_may_be_typed_again(

@@ -83,7 +83,7 @@ def test_what_is_left_is_as_it_was_and_readers_know_what_is_not(tmp_path: Path) 
     kept = what_is_kept(found)
     assert kept == plan.after and plan.lost and kept is not None and kept.covers_step(12)
     assert state_at(found, record, 12)[1].digest() == newest
-    with pytest.raises(ConfigError, match=r"step 3 cannot be exported any more: what is kept \(fleet.keep = window\)"):
+    with pytest.raises(ConfigError, match=r"θ_3 cannot be computed any more: what is kept \(fleet.keep = window\)"):
         state_at(found, record, 3)
     verdict = verify(found)
     assert verdict.good and any("is gone (collected, fleet.keep)" in text for text in verdict.unchecked)

@@ -76,6 +76,16 @@ def test_charts_and_the_grid_are_read_with_the_keyboard(browser, pages) -> None:
         assert words.startswith("step 0, closed by ") and words.endswith("r01: counted")
 
 
+def test_every_line_of_a_chart_is_named_in_its_colour(browser, pages) -> None:
+    """Before: no word said which bytes are up and which down; the key named a band that few replicas do not have."""
+    for size, named in (((12, 3), "■ r00 ■ r01 ■ r02 ■ mean "), ((12, 64), "")):
+        with browser.open(pages[size].as_uri()) as tab:
+            tab.wait_until_drawn()
+            words = tab.evaluate("[...document.querySelectorAll('.charts .read')].map((one) => one.textContent)")
+            assert words[0] == named and "■ up ■ down " in words
+            assert tab.evaluate("document.getElementById('key-band').hidden") is (size[1] == 3)
+
+
 def test_the_switches_change_the_theme_and_the_axis(browser, pages) -> None:
     with browser.open(pages[12, 3].as_uri()) as tab:
         tab.wait_until_drawn()

@@ -309,7 +309,7 @@ def test_a_window_of_the_run_is_kept_and_the_rest_collected(tmp_path: Path) -> N
     assert {state.digest()} == logged_digests(run)[15]
     with pytest.raises(
         ConfigError,
-        match=r"step 3 cannot be exported any more: what is kept \(fleet.keep = window\) reaches back to step",
+        match=r"θ_3 cannot be computed any more: what is kept \(fleet.keep = window\) reaches back to step",
     ):
         state_at(fleet.run, fleet.model, 3)
     evaluated = [

@@ -284,7 +284,7 @@ def test_what_the_log_tells_is_what_was_told() -> None:
 
 @pytest.mark.parametrize("url", ["ftp://h/s3cr3t", "s3cr3t", "https://", "http://h:s3cr3t/", "https://h/s3cr3t\n"])
 def test_an_address_that_is_none_is_refused_without_showing_it(url: str) -> None:
-    with pytest.raises(UsageError, match="must be the address of a webhook") as error:
+    with pytest.raises(UsageError, match="is not the address of a webhook") as error:
         take_alert(url, [Place("local")], detach=False, environ={})
     assert "s3cr3t" not in str(error.value)
     said = list[str]()

@@ -18,6 +18,7 @@ from diloco.process.journal import Journal
 from executors.cli import main as cli
 from executors.cli import typed
 from executors.cli.looking import logs
+from executors.cli.starting.verbs import _has_model
 from executors.platforms import EXECUTORS
 from executors.platforms.base import ExecutorError, Handle, LaunchPlan
 from executors.platforms.places import Place, make_executor
@@ -326,6 +327,13 @@ def test_resume_needs_no_config(capsys, run, config):  # noqa: F811
     assert read_control(run.store).stop, "it is finished, and nothing was changed"
 
 
+def test_an_export_is_advised_where_there_is_a_model(run):  # noqa: F811
+    """Before: also after `diloco launch` of a loop with make_diloco, whose run has no model."""
+    assert not _has_model(run)
+    run.store.put(layout.MODEL_MANIFEST, b"{}")
+    assert _has_model(run)
+
+
 def test_resume_of_a_run_that_is_not_there(capsys, tmp_path):
     assert "there is no run at" in complaint(capsys, "resume", tmp_path / "nothing")
 
@@ -435,6 +443,11 @@ def test_drain(capsys, run):  # noqa: F811
     code, out, _ = say(capsys, "drain", run.url, "r01")
     assert code == 0 and "r01 ends its inner step, offers its work and leaves" in out
     assert "warning: every outer step needs min_replicas = 2 replicas, and 1 will be left" in out
+    assert read_control(run.store).drains == {"r01"}
+    assert "resume" not in out.splitlines()[-1], "before: it would carry out the drain, which it undoes"
+    write_control(run.store, SystemClock(), stop=True)
+    code, out, _ = say(capsys, "drain", run.url, "r00")
+    assert code == 0 and "was asked to stop, so r00 leaves as all others do; nothing was changed" in out
     assert read_control(run.store).drains == {"r01"}
 
 

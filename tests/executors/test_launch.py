@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,9 +17,10 @@ import pytest
 from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
+from diloco.outer.managers.manager import StoreManager
 from diloco.process import exitcodes
-from diloco.run import sibling_modules
-from diloco.run.config import FleetConfig
+from diloco.run import library, sibling_modules
+from diloco.run.config import FleetConfig, OuterError
 from diloco.run.record import read_run
 from diloco.run.script import Script
 from diloco.runlog.reader import read_report
@@ -565,6 +567,17 @@ def test_a_script_that_never_joins_ends_the_run_with_one_sentence(folder: Path) 
     done = diloco("launch", "--replicas", "1", *LIGHT, "train.py")
     assert done.returncode == exitcodes.USER_ERROR
     assert "train.py ended and never joined the run, so nothing was averaged" in done.stderr + done.stdout
+
+
+def test_a_loop_that_names_a_run_of_its_own_is_refused_until_it_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: with README's loop, each launched replica waited for ten minutes, alone in a run of its own folder."""
+    status = SimpleNamespace(phase="boot")
+    session = SimpleNamespace(rv=SimpleNamespace(slot="r01", members=SimpleNamespace(status=status)))
+    monkeypatch.setitem(library.LAUNCHED, "file:///runs/train", session)
+    with pytest.raises(OuterError, match=r'has the run "runs/loop" and the slot "r00".* slot "r01"\. Write Store'):
+        StoreManager("runs/loop", "r00")
+    status.phase = "left"
+    library.refuse_other_names("runs/next", "r00")
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ def refusal(capsys, *argv: object) -> str:
     ("argv", "said"),
     [
         (["trian"], "diloco: there is no VERB 'trian'; did you mean train?"),
+        (["help"], "diloco: there is no VERB 'help'; did you mean --help?"),
+        (["version"], "diloco: there is no VERB 'version'; did you mean --version?"),
         (["plan", "c", "--run=r", "--exectr"], "diloco plan: there is no option --exectr; did you mean --executor?"),
         (["stop", "r", "--grcae=3"], "diloco stop: there is no option --grcae; did you mean --grace?"),
         (["train", "c"], "diloco train: --run must be given; `diloco train --help` explains it"),
@@ -40,6 +42,7 @@ def refusal(capsys, *argv: object) -> str:
             "one out"),
         (["completion", "bahs"], "diloco completion: there is no SHELL 'bahs'; did you mean bash?"),
         (["completion", "tcsh"], "diloco completion: there is no SHELL 'tcsh'; there are bash, zsh, fish"),
+        (["launch"], "diloco launch: SCRIPT must be given; `diloco launch --help` explains it"),
         ([], "diloco: VERB must be given; `diloco --help` explains it"),
     ],
 )  # fmt: skip

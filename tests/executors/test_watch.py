@@ -131,6 +131,8 @@ def test_the_screen_draws_over_itself_and_fits(monkeypatch):
     first, second = out.getvalue().split("\x1b[J")[:2]
     lines = first.replace("\x1b[K", "").splitlines()
     assert len(lines) <= 5 and max(map(len, lines)) < 40
+    whole = " ".join(status.status_table(read_report(killed_and_replaced().store), width=40)).split()
+    assert set(first.replace("\x1b[K", "").split()) <= set(whole), "no number is cut; before, 0.51 could read 0.5"
     assert second.startswith(f"\x1b[{len(lines)}F") and "! asking the replicas" in second
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from inner.errors import InnerError
-from inner.extras.engines.choose import use_engine
+from inner.extras.engines.choose import _make, use_engine
 from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
 from inner.extras.engines.mlx import MlxEngine, longrope_fault, rotary_settings, window_of
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
@@ -573,3 +574,10 @@ def test_longrope_is_refused_however_a_config_spells_it(told: Any) -> None:
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}])
 def test_other_rotary_angles_are_taken(rope: Any) -> None:
     assert longrope_fault({"rope_parameters": rope, "text_config": {"rope_scaling": rope}}) == ""
+
+
+def test_a_kind_without_a_class_is_no_llama(tmp_path: Path) -> None:
+    """Before: an engine whose name stands in the core's list alone read its address as a .gguf file."""
+    model = SimpleNamespace(peft_config={"default": None})
+    with pytest.raises(InnerError, match="the engine 'sglang' has no class here"):
+        _make("sglang", "http://127.0.0.1:1", model, name="a00", folder=tmp_path)

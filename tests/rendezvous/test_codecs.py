@@ -1,6 +1,7 @@
 """Codecs against slow references written from their formulas: round trips, bytes, bits, refusals."""
 
 import hashlib
+import re
 import struct
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rendezvous.codecs import NAMES, get_codec
+from rendezvous import codecs
+from rendezvous.codecs import DENSE, NAMES, get_codec
 from rendezvous.codecs.choose import choose_codec, nominal_ratio, sync_seconds
 from rendezvous.codecs.codec import Codec
 from rendezvous.codecs.gate import _encode_gaps, _from_gaps
@@ -667,3 +669,14 @@ def test_bodies_do_not_depend_on_the_day() -> None:
         "int4": "9bc263e1de43",
         "bf16-gate": "3291c66bb315",
     }
+
+
+def test_each_table_has_each_codec() -> None:
+    """Before: no test missed a new codec in the tables of the package, of formats.md and of choose.md."""
+    docs = Path(__file__).parents[2] / "docs"
+    formats = re.findall(
+        r"^\| ([\w-]+) \| \d+ \| .* \| yes \| (yes|direct only) \|$", (docs / "formats.md").read_text(), re.M
+    )
+    assert dict(formats) == {name: "yes" if name in DENSE else "direct only" for name in NAMES}
+    for text, names in ((codecs.__doc__, NAMES), ((docs / "choose.md").read_text(), set(NAMES) - {"bf16-gate"})):
+        assert [name for name in names if not re.search(rf"^(    |\| .*`){name}\b", text or "", re.M)] == []

@@ -35,7 +35,7 @@ from tests.support.body_digests import body_digests
 from tests.support.fakes import ManualClock, VectorState
 
 pytestmark = pytest.mark.skipif(load_mean_kernel("fp32") is None, reason="there is no C compiler")
-SEVERAL, CODECS = (2, 3, 7), DENSE
+SEVERAL, CODECS = (2, 3, 7), [name for name in DENSE if load_mean_kernel(name)]  # without a kernel, one thread works
 LEAST, N = 1024, 40_009  # 40 shards, the last one short
 RNG = np.random.default_rng(92)
 

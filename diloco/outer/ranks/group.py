@@ -9,7 +9,7 @@
 This group is beside the training's, so no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
 a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 
-Not promised: several hosts; a rank that waits for a stopped one ends only after PATIENCE.
+Not promised: several hosts; a quick end of a rank that waits for a stopped rank: it ends after PATIENCE.
 """
 
 import faulthandler

@@ -58,6 +58,9 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     check_slot(before, slot)
     if over := finished_words(run.store, run.url):
         return [over]
+    if before.stop:
+        starts = f"`diloco resume {shlex.quote(run.url)}` starts every slot again"
+        return [f"this run was asked to stop, so {slot} leaves as all others do; nothing was changed. {starts}"]
     after = write_control(run.store, clock, drain=slot)
     left = [s for s in before.slot_names if after.is_kept(s)]
     lines = [f"{slot} ends its inner step, offers its work and leaves; `diloco scale` or `resume` brings it back"]
@@ -66,7 +69,7 @@ def drain(run: Run, clock: Clock, slot: str) -> list[str]:
             f"warning: every outer step needs min_replicas = {after.min_replicas} replicas, and {len(left)} will be "
             f"left: no outer step is then taken until there are more (diloco scale {shlex.quote(run.url)} N)"
         )
-    return [*lines, *_unheard_slots(run, before)]
+    return lines  # without a supervisor, too: the replica itself reads the control record
 
 
 def check_slot(wanted: Wanted, slot: str) -> None:

@@ -40,6 +40,7 @@ from diloco.runlog.summary import actor_words, brief_name, curve_of, held_out_wo
 from diloco.runlog.worth import worth, worth_dict, worth_words
 from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s, unclaimed_names
+from executors.cli.answers import wrap_line
 from executors.supervision.costs import Costs
 from executors.supervision.lease import still_holding
 from executors.supervision.money.bills import unpriced
@@ -67,14 +68,19 @@ class Screen:
 
     def show(self, report: Report) -> None:
         size = shutil.get_terminal_size()
-        words = [f"! {self._said}"] if self._said else []
-        table = status_table(report, width=size.columns)[: size.lines - 2]
-        lines = [line[: size.columns - 1] for line in [*table, *words]]
+        words = _pieces([f"! {self._said}"] if self._said else [], size.columns - 1)
+        table = _pieces(status_table(report, width=size.columns), size.columns - 1)
+        lines = [*table[: max(0, size.lines - 1 - max(1, len(words)))], *words]
         up = f"\x1b[{self._drawn}F" if self._drawn else ""
         drawn = "".join(f"{printable(line)}\x1b[K\n" for line in lines)
         raw_output(self._out).write(f"{up}{drawn}\x1b[J")
         self._out.flush()
         self._drawn = len(lines)
+
+
+def _pieces(lines: Iterable[str], width: int) -> list[str]:
+    """Return the lines, wrapped between words: a number that is cut reads as another number."""
+    return [piece[:width] for line in lines for piece in wrap_line(line, width)]
 
 
 def status_table(report: Report, now: float | None = None, width: int = 80) -> list[str]:

@@ -9,6 +9,7 @@ Not promised: that a platform has a free machine, or its present price.
 import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ from executors.cli.opening import finished_words, present_url
 from executors.cli.options import add_config, add_run_verb, add_verb, again, flag, offer, read_config, value
 from executors.platforms import EXECUTORS
 from executors.preflight import run_url
+from rendezvous import layout
 from rendezvous.clock import SystemClock
+from rendezvous.errors import RendezvousError
 
 if TYPE_CHECKING:
     from diloco.model.fork import Fork
@@ -231,11 +234,17 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
         words.append(f"to continue: diloco resume {shlex.quote(asked.url)}")
     if outcome.code == exitcodes.DONE:
-        words.append(
-            f"next: diloco report {shlex.quote(asked.url)}, or diloco export {shlex.quote(asked.url)} --to DIR"
-        )
+        export = f", or diloco export {shlex.quote(asked.url)} --to DIR" if _has_model(run) else ""
+        words.append(f"next: diloco report {shlex.quote(asked.url)}{export}")
     data = {"run": run.url, "code": outcome.code, "text": outcome.text}
     return Answer(data, code=outcome.code, note="\n".join(words))
+
+
+def _has_model(run: "Run") -> bool:
+    """Whether `diloco export` has a model to write; a script with make_diloco publishes none."""
+    with suppress(RendezvousError):
+        return run.store.get(layout.MODEL_MANIFEST) is not None
+    return True
 
 
 def _demo(args: Namespace) -> Answer:

@@ -16,6 +16,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from executors.preflight import run_url
 from rendezvous import layout
 
@@ -44,8 +46,9 @@ def fresh_folder(to: Path) -> Generator[Path]:
     try:
         with tempfile.TemporaryDirectory(dir=to, prefix=".export-", ignore_cleanup_errors=True) as made:
             yield Path(made)
-    except OSError as error:
-        error.filename = error.filename or str(to / MARK)  # a failed write() names no file
+    except (OSError, SafetensorError) as error:
+        name = getattr(error, "filename", None) or str(to / MARK)  # a failed write() names no file
+        error.filename = name  # pyright: ignore[reportAttributeAccessIssue]
         raise
     finally:
         with suppress(OSError):

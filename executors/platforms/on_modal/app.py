@@ -139,7 +139,7 @@ class Register:
         self._entries[f"left/{spec.slot}.{spec.attempt}/{n}"] = time.time()
 
     def crashes(self, spec: ReplicaSpec, n: int) -> int:
-        """Return how many containers before the n-th died: they ended, and Modal had not interrupted them."""
+        """Return how many containers before the n-th crashed: they ended, and Modal had not interrupted them."""
         return sum(not self._entries.contains(f"left/{spec.slot}.{spec.attempt}/{i}") for i in range(1, n))
 
     def ask(self, slot: str, attempt: int) -> None:

@@ -88,7 +88,7 @@ def _package_files(package: str) -> Iterator[tuple[str, Path]]:
     """Yield (name in the wheel, file) of a top-level package or module, without files that are not shipped."""
     spec = util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ExecutorError(f"cannot ship `{package}`: Python finds no package or module of that name here")
+        raise ExecutorError(f"cannot ship `{package}`: Python finds no module of that name here. Install or correct it")
     origin = Path(spec.origin)
     if spec.submodule_search_locations is None:
         yield origin.name, origin

@@ -32,7 +32,7 @@ from inner.tasks.spec import HARBOR, PRICED
 
 @dataclass(frozen=True)
 class Needs:
-    """A provider's package and credentials.   keys: environment variables.   file: a file at home instead of keys."""
+    """A provider's package and credentials.   keys: environment variables.   file: below home, replaces keys."""
 
     package: str
     keys: tuple[str, ...] = ()

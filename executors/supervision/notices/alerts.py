@@ -58,7 +58,7 @@ def host_of(url: str) -> str:
         host, scheme = None, ""
     if not host or scheme not in ("http", "https") or not url.isprintable() or " " in url:
         raise ValueError(
-            f"--alert (or {VARIABLE}) must be the address of a webhook, https://…; the given text is not one"
+            f"--alert (or {VARIABLE}) is not the address of a webhook. Write the whole of it: https://HOST/PATH"
         )
     return host
 

@@ -59,8 +59,9 @@ def end_fields(status: Status) -> dict[str, Any]:
 class History:
     """A slot's past, from the log.
 
-    attempt: the highest number used.   strikes: consecutive ends.   ended_at (Unix time), state, …: of the last end.
-    open: launches without an end in the log.   pending: whether the newest of them waited for a machine.
+    attempt: the highest number used.   strikes: consecutive ends.   ended_at: Unix time of the last end.
+    state, exit_code, reason: of that end.   open: launches without an end in the log.
+    pending: whether the newest of them waited for a machine.
     """
 
     attempt: int = 0

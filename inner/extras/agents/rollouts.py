@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands for the reward of an agent that raised. `reward_failed` says: the reward "returned …" and this repr."""
+    """Stands for the reward of an agent that raised: `reward_failed` says that the reward "returned nothing: …"."""
 
     why: str
 

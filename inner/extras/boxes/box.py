@@ -140,7 +140,7 @@ class BoxProvider(Protocol):
     def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> Box:
         """Create a box without the files, which BoxStarter writes.   Raises ProviderFailed.
 
-        Raises InnerError if the provider refuses the create, and would refuse it again."""
+        Raises InnerError if the provider refuses this box, and would refuse it again."""
         ...
 
     def find(self, labels: Mapping[str, str]) -> Sequence[Box]:

@@ -4,8 +4,8 @@
     files after  ─┴▶ changed texts ─┐
     programs that it ran ───────────┴▶ patterns ──▶ ["test files: conftest.py", "exits early: os._exit(", …]
 
-A program runs in its own sandbox and changes nothing, so tests, exits and prints in a program are honest. In programs
-only a search for tests or the solution is flagged (SEARCHES).
+A program runs in its own sandbox and changes nothing, so tests, exits and prints in a program are no attack. In
+programs only a search for tests or the solution is flagged (SEARCHES).
 
 A flag does not decide: without it, the mounts and the comparison outside the sandbox give each attack a score of 0
 (tests/inner/test_deletion_attacks.py). A flag shows in the log which attacks a model has begun to try. Ordinary code

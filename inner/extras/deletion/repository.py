@@ -48,7 +48,7 @@ MOST_TESTS = 5  # at most so many tests of each kind in a task
 
 @dataclass(frozen=True)
 class TracedTest:
-    """One test.   file: its file's text.   seen: values that it checks.   reached: functions, as path:function."""
+    """One test.   file: the text of its file.   seen: values that it checks.   reached: functions, as path:function."""
 
     key: TestKey
     file: str

@@ -7,10 +7,10 @@
     memory, CPU seconds: limits that inside.py sets first                       wall time, output: killed by this file
 
 There is only one process, so its memory limit is the sandbox's limit, and a fork bomb cannot start.  (bwrap's own
-process 1 would have no limits and be writable through /proc/1/mem; so Python is process 1.)  It cannot create memory
-outside the limit (System V's segments and queues, memfd), or a socket: a vsock to the machine's host passes every
-network namespace.  The process can create a socketpair, for asyncio, with a default buffer, but send no descriptor
-through it.  Sockets and other allowed objects take less than 40 MiB of kernel memory (decision 073).
+process 1 would have no limits and be writable through /proc/1/mem; so Python is process 1.)  The process cannot create
+memory outside the limit (System V's segments and queues, memfd), or a socket: a vsock to the machine's host would pass
+every network namespace.  The process can create a socketpair, for asyncio, with a default buffer, but send no
+descriptor through it.  Sockets and other allowed objects take less than 40 MiB of kernel memory (decision 073).
 If bwrap is missing or may not make namespaces, `require_sandbox` raises: nothing runs without a sandbox.
 
 Not promised: a writable /tmp if no outer namespace can be made (`unshare`); protection against a bug of

@@ -50,6 +50,8 @@ def _make(kind: str, address: str, model: Any, *, name: str, folder: Path) -> Sa
         from inner.extras.engines.mlx import MlxEngine
 
         return MlxEngine(address or model.get_base_model().name_or_path, config)
+    if kind != "llama_cpp":
+        raise InnerError(f"the engine {kind!r} has no class here. Add it to `_make`")
     from inner.extras.engines.llama import LlamaEngine
 
     return LlamaEngine(Path(address), config, folder=folder)

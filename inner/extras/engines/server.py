@@ -122,7 +122,9 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
-        """Return the answer, also a busy server's last one.  Raises InnerError if none comes.   body(): per try."""
+        """Return the answer; of a server that stays busy, its last refusal.  Raises InnerError without one.
+
+        body: called before each try."""
         found, left = list[httpx.Response | Exception](), self._patience_s
         while sum(isinstance(one, httpx.ReadTimeout) for one in found) < 2:
             if found:

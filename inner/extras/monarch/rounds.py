@@ -231,7 +231,10 @@ def write_moments(optimizer: Optimizer, model: nn.Module, moments: list[dict[str
     """Give each trained parameter the optimizer state at its position in the list."""
     parameters = list(trained_parameters(model).values())
     if len(parameters) != len(moments):
-        raise InnerError(f"the optimizer state has {len(moments)} parameters, but the model trains {len(parameters)}.")
+        raise InnerError(
+            f"the optimizer state has {len(moments)} parameters, and this model trains {len(parameters)}. Give the "
+            "state that belongs to this model."
+        )
     for p, state in zip(parameters, moments, strict=True):
         if state:
             optimizer.state[p] = {kind: _placed(value, p) for kind, value in state.items()}

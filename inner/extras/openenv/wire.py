@@ -4,7 +4,7 @@
                                                                ◀──  {"type": …, "data": {"observation", "reward", …}}
     OSError, EOFError     the connection cannot be used any more; next_step(error) says what to do
 
-Not promised: servers whose /reset and /step over HTTP are all that they have: their one episode has no owner.
+Not promised: servers without /ws.  One that has only /reset and /step over HTTP has one episode for all its clients.
 """
 
 import json

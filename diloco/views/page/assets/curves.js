@@ -116,7 +116,7 @@ Page.curves = (function () {
       cursor: {drag: {x: false, y: false}, points: {size: 6}},
       scales: {x: {time: false, range: rangeX(chart)}, y: {range: rangeOf(chart)}},
       axes: [{...axis, size: 26, space: 60, label: byTime ? "hours" : "outer step", labelFont: "11px system-ui", labelSize: 16, incrs: byTime ? undefined : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000]},
-        {...axis, size: 52, space: 30, values: (u, ticks) => ticks.map((tick) => shortly(chart.form(tick)))}],
+        {...axis, size: 52, space: 18, values: (u, ticks) => ticks.map((tick) => shortly(chart.form(tick)))}],
       series: [{}, ...chart.series.map((one) => lineOf(one, count))],
       bands: chart.bands,
       hooks: {
@@ -126,11 +126,21 @@ Page.curves = (function () {
     };
   }
 
-  // The values at one outer step, as words below the chart.
+  // Which colour is which line; [] for one line alone, and for the band, which the key above the charts explains.
+  function legend(chart) {
+    const named = chart.series.filter((one) => one.label && one.colour !== "--band");
+    return named.length < 2 ? [] : named.map((one) => {
+      const word = Page.element("span", {}, "■ " + one.label + " ");
+      word.style.color = "var(" + one.colour + ")";
+      return word;
+    });
+  }
+
+  // The values at one outer step, as words below the chart; without a step, the legend.
   function read(chart, index) {
     const t = index === null || index === undefined ? null : chart.stepsThere[index];
     if (t === null || t === undefined) {
-      chart.words.textContent = "";
+      chart.words.replaceChildren(...legend(chart));
       return;
     }
     const values = chart.series.filter((one) => one.label).map((one) => [one.label, one.shown ? one.shown[t] : one.values[t]]);
@@ -169,7 +179,7 @@ Page.curves = (function () {
     const held = chart.errors();
     const from = shown.length ? shown : held.map((point) => point.mean);
     if (!from.length) return;
-    chart.newest.textContent = chart.form(from[0]) + " → " + chart.form(from[from.length - 1]);
+    chart.newest.textContent = (legend(chart).length ? main.label + " " : "") + chart.form(from[0]) + " → " + chart.form(from[from.length - 1]);
     chart.plotBox.setAttribute("aria-label", chart.title + " by outer step: from " + chart.form(from[0]) + " to "
       + chart.form(from[from.length - 1]) + ", " + from.length + " points. Arrow keys read them.");
   }
@@ -196,6 +206,7 @@ Page.curves = (function () {
     chart.shape = shape;
     chart.few = few;
     chart.plot = new uPlot(options(chart, chart.plotBox), found.rows, chart.plotBox);
+    read(chart, null);
   }
 
   return {

@@ -85,6 +85,7 @@
     Page.byId("key-lost").hidden = !kinds.has("lost");
     Page.byId("key-joined").hidden = !kinds.has("joined");
     Page.byId("key-held").hidden = !head.evaluations.length;
+    Page.byId("key-band").hidden = head.slots.length <= Page.curves.FEW_REPLICAS;
   }
 
   // Parts on top of each other: the highest sum is drawn first, and each lower one over it.
@@ -96,7 +97,7 @@
       below = one.shown.map((value, t) => (value === null ? (below[t] ?? null) : (below[t] || 0) + value));
       return {...one, values: below, fill: one.colour, width: 1, bars: true};
     });
-    Page.curves.show(home, "seconds", {title: "seconds of an outer step: " + PARTS.map(([, label]) => label).join(", "),
+    Page.curves.show(home, "seconds", {title: "seconds of an outer step",
       series: stacked.reverse(), main: 3, marks: none, errors: none, form: number, fromZero: true});
   }
 
