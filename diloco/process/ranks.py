@@ -57,7 +57,7 @@ class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
     on_loss: called with the words about a rank that has failed, before this process ends.
-    on_told: called in the watching thread with a rank's number and its message (`tell_leader`); set it before they tell.
+    on_told: called in the watching thread with a rank's number and message (`tell_leader`); set it before they tell.
     is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
