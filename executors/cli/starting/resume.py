@@ -1,6 +1,7 @@
 """`diloco resume RUN`: supervise a run again, with its bucket's state and your new options.
 
     control, leave records ─▶ all steps are there?  ─▶ a supervisor only logs the ends that no other has seen
+                           └▶ new places: their mistakes, as before a start
                            └▶ a price, and your word ─▶ new desired state, the quote ─▶ the run, and what it wants
 
 Not promised: the same places, if you name others.
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING
 from diloco.run.record import Run, read_run
 from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words
+from executors.platforms.places import are_places
 from executors.preflight import quote
+from executors.preflight.run_url import UsageError
 from rendezvous.agreement.membership import Wanted, read_control, refuse_lost
 from rendezvous.clock import SystemClock
 
@@ -31,9 +34,21 @@ def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
         from diloco.run.combinations import refuse_actors
 
         refuse_actors(run.config)
+    refuse_unfit(run, asked, wanted)
     offer = quote.quote_start(asked, run.config, wanted.replicas)
     if not agree_on_price(offer, asked.yes):
         return Answer(code=DECLINED)
     quote.write_desired(run, SystemClock(), **asked.fleet.told())
     quote.write_quote(run.store, SystemClock(), offer)
     return run, read_control(run.store)
+
+
+def refuse_unfit(run: Run, asked: "StartRequest", wanted: Wanted) -> None:
+    """Raise UsageError for new places in which the run cannot continue."""
+    places = quote.wanted_places(asked.places, wanted.places)
+    if are_places(wanted.places, places):
+        return
+    from executors.preflight.place_faults import place_faults
+
+    for fault in place_faults(run.config, asked.url, places, is_new=False):
+        raise UsageError(fault)
