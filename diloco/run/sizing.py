@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from diloco.run.config import ConfigError, RunConfig
 from inner import InnerError
@@ -69,48 +70,58 @@ def compute_seconds_of(config: RunConfig, parameters: int) -> float:
 
 def parameters_of(config: RunConfig) -> int:
     """Return the number of parameters of the run's model.  Raises ConfigError."""
-    model = config.inner.model
-    if model in BUILT_IN:
-        return BUILT_IN[model]
-    if is_gguf_file(model):
-        return _parameters_of_gguf(model)
-    if Path(model).is_dir():
-        if not (found := parameters_in(Path(model))):
-            raise ConfigError(f"{model} holds no .safetensors file to count parameters in; {_ADVICE}")
-        return found
-    return sum(_counts_on_the_hub(model, config.inner.revision).values())
+    return BUILT_IN.get(config.inner.model) or sum(map(prod, _shapes_of(config).values()))
 
 
-def trained_parameters_of(config: RunConfig, folder: Path | None = None) -> int | None:
+def trained_parameters_of(config: RunConfig) -> int | None:
     """Count the adapter's parameters by the shapes in the model's files; None without an adapter or known layers.
 
-    folder: has the model's files.   In a .gguf file, all layers count, because their names differ.  The layers of a
-    mixture of experts differ between its files and the loaded model, so the model is built, without its weights."""
-    lora = config.inner.lora
+    In a .gguf file, all layers count, because their names differ.  The layers of a mixture of experts differ between
+    its files and the loaded model, so the model is built, without its weights.   Raises ConfigError."""
+    lora, inner = config.inner.lora, config.inner
     if lora is None:
         return None
-    gguf, shapes = is_gguf_file(config.inner.model), _shapes_of(config, folder)
+    gguf, shapes = is_gguf_file(inner.model), _shapes_of(config)
     if not gguf and any(".experts." in name or "router" in name for name in shapes):
+        from inner.models.hub_model import cached_file
         from inner.models.lora import adapter_size
 
         with suppress(Exception):  # a model that this machine's transformers does not know
-            return adapter_size(folder or Path(config.inner.model), lora)
+            folder = _folder_of(config) or cached_file(inner.model, inner.revision or "main", "config.json").parent
+            return adapter_size(folder, lora)
     return adapter_parameters(shapes, lora.r, [] if gguf else lora.names, lora.freeze_a) or None
 
 
-def quantised_parameters_of(config: RunConfig, folder: Path | None = None) -> int:
+def quantised_parameters_of(config: RunConfig) -> int:
     """Count the base's parameters that inner.lora.base keeps in 4 bits: all linear layers but the head."""
     if config.inner.lora is None or config.inner.lora.base is None:
         return 0
-    return sum(prod(shape) for shape in linear_shapes(_shapes_of(config, folder)).values())
+    return sum(prod(shape) for shape in linear_shapes(_shapes_of(config)).values())
 
 
-def _shapes_of(config: RunConfig, folder: Path | None) -> dict[str, Sequence[int]]:
-    """Return weight -> shape (out, in), by the headers of the model's files."""
-    model = config.inner.model
+def _shapes_of(config: RunConfig) -> Mapping[str, Sequence[int]]:
+    """Return weight -> shape (out, in), by the headers of the model's files, here or on the Hub; {} if it is built in.
+
+    Raises ConfigError."""
+    model, folder = config.inner.model, _folder_of(config)
+    if model in BUILT_IN:
+        return {}
     if is_gguf_file(model):
-        return {n: s[::-1] for n, s in read_gguf_header(Path(model)).shapes.items()}
-    return _shapes_of_folder(folder or Path(model))
+        return _shapes_of_gguf(model)
+    if folder is not None and (found := _shapes_of_folder(folder)):
+        return found
+    if Path(model).is_dir():
+        raise ConfigError(f"{model} holds no .safetensors file to count parameters in; {_ADVICE}")
+    files = _metadata_on_the_hub(model, config.inner.revision).files_metadata.values()
+    return {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+
+
+def _folder_of(config: RunConfig) -> Path | None:
+    """Return the model's folder on this machine: its own, or the cache of the Hub's client."""
+    from inner.models.known import cached_snapshot  # imported here, because a model that is built in code has no files
+
+    model = config.inner.model
+    return Path(model) if Path(model).is_dir() else cached_snapshot(model, config.inner.revision)
 
 
 def linear_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
@@ -129,22 +140,20 @@ def adapter_parameters(shapes: Mapping[str, Sequence[int]], r: int, names: Seque
 _NOT_ADAPTED = ("embed_tokens", "token_embd", "lm_head", "wte", "wpe")
 
 
-def _parameters_of_gguf(model: str) -> int:
+def _shapes_of_gguf(model: str) -> dict[str, Sequence[int]]:
     try:
-        return sum(prod(shape) for shape in read_gguf_header(Path(model)).shapes.values())
+        return {name: shape[::-1] for name, shape in read_gguf_header(Path(model)).shapes.items()}
     except InnerError as error:
         raise ConfigError(str(error)) from error
 
 
-def parameters_in(folder: Path) -> int:
-    """Count the parameters in the headers of a folder's .safetensors files; 0 if there are none."""
-    return sum(prod(shape) for shape in _shapes_of_folder(folder).values())
-
-
 def _shapes_of_folder(folder: Path) -> dict[str, Sequence[int]]:
-    from inner.models.known import weight_files  # imported here, because a model that is built in code has no files
+    """Return weight -> shape by the headers of the .safetensors files; {} unless all files are there."""
+    from inner.models.known import weight_files
 
-    paths = [path for path in weight_files(folder, str(folder)) if path.suffix == ".safetensors" and path.is_file()]
+    paths = weight_files(folder, str(folder))
+    if not all(path.suffix == ".safetensors" and path.is_file() for path in paths):
+        return {}
     return {name: shape for path in paths for name, shape in _shapes_in(path).items()}
 
 
@@ -157,20 +166,20 @@ def _shapes_in(path: Path) -> dict[str, list[int]]:
 
 def stored_bytes(model: str, revision: str | None) -> int:
     """Return the bytes of a model on the Hub, in its stored dtypes.  Raises ConfigError."""
-    return sum(DTYPE_BYTES.get(dtype, 4) * count for dtype, count in _counts_on_the_hub(model, revision).items())
+    counts = _metadata_on_the_hub(model, revision).parameter_count
+    return sum(DTYPE_BYTES.get(str(dtype), 4) * count for dtype, count in counts.items())
 
 
-def _counts_on_the_hub(model: str, revision: str | None) -> Mapping[str, int]:
-    """Return safetensors' dtype name -> number of parameters."""
+def _metadata_on_the_hub(model: str, revision: str | None) -> Any:
+    """Return the Hub client's SafetensorsRepoMetadata."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-        counts = api.get_safetensors_metadata(model, revision=revision).parameter_count
+        return api.get_safetensors_metadata(model, revision=revision)
     except Exception as error:  # no network, no such model, a private model, no safetensors: the same advice helps
         why = first_line(error)
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None
-    return {str(dtype): count for dtype, count in counts.items()}
 
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}  # of safetensors

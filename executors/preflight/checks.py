@@ -15,7 +15,6 @@ Not promised: that a run which passes trains well; that a platform has a free ma
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from diloco.run.config import RunConfig
 from executors.platforms import FAR
@@ -27,12 +26,11 @@ from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
 @dataclass(frozen=True)
 class Checked:
-    """The result.   model: folder of the start model's files, if they are on this machine.   notes: unchecked facts.
+    """The result.   notes: unchecked facts.
 
     unreached: the model's name, if this machine must publish the model but could not reach it; else "".
     """
 
-    model: Path | None = None
     notes: tuple[str, ...] = ()
     unreached: str = ""
 
@@ -65,7 +63,7 @@ def preflight(config: RunConfig, name: str, url: str, places: Sequence[Place]) -
     told = tuple(n for n in (known.note, *doubts, *notes, *unchecked) if n)
     published_here = not places or places[0].executor not in FAR
     unreached = config.inner.model if published_here and known.note.startswith(NOT_CHECKED) else ""
-    return Checked(known.folder, told, unreached)
+    return Checked(told, unreached)
 
 
 def _check_files(config: RunConfig) -> list[str]:

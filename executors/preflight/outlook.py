@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, lines
@@ -27,9 +27,7 @@ from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.errors import RendezvousError
 from rendezvous.stores.open import open_store
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+T = TypeVar("T")
 LOOK_S = 4.0
 SOMEWHERE = "s3://BUCKET/RUN"  # an example URL, if you named no run
 
@@ -69,17 +67,23 @@ def _read_bucket(url: str) -> Bucket:
     return Bucket(url, read_control(open_store(url)))
 
 
-def size_lines(config: RunConfig, model: "Path | None", replicas: int, steps: int, devices: int = 1) -> list[str]:
-    """Return lines on memory, bytes and seconds.   model: the model's folder on this machine, or None.   devices:
-    number of devices per replica."""
-    parameters = parameters_within(config, model)
-    if parameters is None:
+def size_lines(config: RunConfig, replicas: int, steps: int, devices: int = 1) -> list[str]:
+    """Return lines on memory, bytes and seconds.   devices: number of devices per replica."""
+    if (sizes := _within(ASK_S, lambda: _sizes_of(config))) is None:
         return [f"memory, bytes and seconds are not known: {config.inner.model}'s parameter count could not be read"]
-    from diloco.run.sizing import quantised_parameters_of, trained_parameters_of
-
-    sizes = {"trained": trained_parameters_of(config, model), "quantised": quantised_parameters_of(config, model)}
-    found = footprint(config, parameters, replicas, steps, devices=devices, **sizes)
+    found = footprint(config, replicas=replicas, steps=steps, devices=devices, **sizes)
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
+
+
+def _sizes_of(config: RunConfig) -> dict[str, Any]:
+    """Return numbers of parameters, from the headers of the model's files, here or on the Hub.   Raises ConfigError."""
+    from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of
+
+    return {
+        "parameters": parameters_of(config),
+        "trained": trained_parameters_of(config),
+        "quantised": quantised_parameters_of(config),
+    }
 
 
 def rate_line(config: RunConfig, replicas: int) -> str:
@@ -109,16 +113,7 @@ def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
     return found
 
 
-def parameters_within(config: RunConfig, model: "Path | None", seconds: float = ASK_S) -> int | None:
-    """Return the model's number of parameters, from its files' headers, here or on the Hub; None after `seconds`."""
-    from diloco.run.sizing import parameters_in, parameters_of
-
-    if model is not None:
-        return parameters_in(model) or None
-    return _within(seconds, lambda: parameters_of(config))
-
-
-def _within(seconds: float, ask: Callable[[], int]) -> int | None:
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     """Return the answer of `ask`; None if it takes longer than `seconds`, or fails."""
     pool = ThreadPoolExecutor(1)
     try:

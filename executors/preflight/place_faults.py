@@ -46,9 +46,14 @@ REFERENCE = re.compile(r"[a-z0-9][\w.-]*(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0
 
 
 def place_faults(
-    config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
+    config: RunConfig,
+    url: str,
+    places: Sequence[Place],
+    environ: Mapping[str, str] = os.environ,
+    *,
+    is_new: bool = True,
 ) -> Iterator[str]:
-    """Yield the mistakes, one sentence each; the cheapest checks come first."""
+    """Yield the mistakes, one sentence each; the cheapest checks come first.   is_new: the model is not published."""
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
@@ -58,7 +63,7 @@ def place_faults(
             keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
         )  # fmt: skip
         yield from (fault for fault in found if fault)
-    if fault := model_far(config, places):
+    if is_new and (fault := model_far(config, places)):
         yield fault
 
 

@@ -36,8 +36,12 @@ from diloco.run.footprint import footprint, step_bytes
 from diloco.run.founding import open_run
 from diloco.run.record import Run, RunRecord, read_run
 from diloco.run.sizing import parameters_of, trained_parameters_of
+from executors.platforms.on_modal.kinds import memory_limit_mib
+from executors.platforms.places import Place
+from executors.preflight.quote import fitted_places
 from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner import publish_model as publish_start
+from inner.models.hub_model import cached_file
 from inner.models.lora import ADAPTER, adapter_off, drop_reference_copy, load_adapter, new_adapter, save_adapter
 from inner.models.optim import make_optimizer
 from inner.settings.task import LoraSettings
@@ -53,6 +57,7 @@ from tests.inner.test_toolworld import SMALL, WORLD
 from tests.support.audit import check_run
 from tests.support.fleet import TEXT, Fleet, config
 from tests.support.gguf_files import write_gguf
+from tests.support.hf_models import HubModels
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
@@ -395,6 +400,29 @@ def test_what_travels_of_a_mixture_is_what_the_loaded_model_has(cls: Any, config
     model = new_adapter(base, LoraSettings(r=2))
     fleet = config(tmp_path, inner={"model": str(tmp_path / "model"), "lora": {"r": 2}})
     assert trained_parameters_of(fleet) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_travels_of_a_model_on_the_hub_is_what_travels_of_its_folder(
+    mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, an adapter's run was reckoned as one of all weights, unless the model's files were in the cache."""
+    model = mixture(MixtralForCausalLM, MixtralConfig) if mixed else tiny_model(128)
+    model.save_pretrained(tmp_path / "model")
+    here, there = (
+        config(tmp_path, inner={"model": name, "lora": {"r": 2}}) for name in (str(tmp_path / "model"), "tester/model")
+    )
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with HubModels({"tester/model": tmp_path / "model"}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert trained_parameters_of(there) == trained_parameters_of(here) != parameters_of(here)
+        assert parameters_of(there) == parameters_of(here)
+        (limit,) = (place.options["max_memory_mib"] for place in fitted_places([Place("modal")], there))
+        assert limit == memory_limit_mib(parameters_of(here), trained_parameters_of(here))
+        cached_file("tester/model", "main", "config.json")
+        cached_file("tester/model", "main", "model.safetensors")
+        hub.asked.clear()
+        assert trained_parameters_of(there) == trained_parameters_of(here) and not hub.asked
 
 
 def test_of_a_gguf_file_every_layer_counts(tmp_path: Path) -> None:

@@ -37,13 +37,15 @@ def logged(fleet: Fleet, slot: str, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_replica_of_two_ranks_takes_its_steps(tmp_path: Path) -> None:
+    """With "#" in TMPDIR, the ranks waited for each other for ever."""
+    (folder := tmp_path / "a #b").mkdir()
     fleet = Fleet(
         tmp_path,
         inner={**PLAIN, **QUICK},
         outer={"sync_every": 1},
         fleet={"replicas": 1, "steps": 1, "min_replicas": 1},
     )
-    fleet.start("r00", TEST_DEVICES="2")
+    fleet.start("r00", TEST_DEVICES="2", TMPDIR=str(folder))
     assert fleet.wait() == {"r00": [0]}, fleet.logs()
     assert [event["samples"] for event in logged(fleet, "r00", "step")] == [16.0]
 

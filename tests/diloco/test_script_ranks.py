@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from diloco.model.fetch import fetch_model
 from diloco.outer.ranks.lead import lone_words
+from diloco.process import exitcodes
 from diloco.run.record import ModelRecord
 from diloco.runlog.reader import read_report
 from rendezvous import layout
@@ -118,6 +119,22 @@ def test_rank_0_has_time_to_leave_after_another_rank_has_left(tmp_path: Path) ->
     act = partial(rank_script.run_launched, str(tmp_path))
     assert wait(start_ranks(2, tmp_path / "r00.log", act)) == 0, words(tmp_path)
     assert (tmp_path / "found").read_text() == "clean" and words(tmp_path) == ["r00.log\n"]
+
+
+EXITS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(2)
+time.sleep(120)
+"""
+
+
+def test_the_exit_code_of_a_rank_s_script_is_not_a_replica_s(tmp_path: Path) -> None:
+    """Before, sys.exit(2) on rank 1 ended the whole run as a mistake of the user, and 3 was told as fenced."""
+    (tmp_path / "train.py").write_text(EXITS)
+    act = partial(rank_script.run_launched, str(tmp_path))
+    assert wait(start_ranks(2, tmp_path / "r00.log", act)) == exitcodes.CRASHED
+    assert "rank 1 of 2 ended (exit code 1): RuntimeError: train.py ended with sys.exit(2)" in words(tmp_path)[0]
 
 
 @pytest.mark.slow

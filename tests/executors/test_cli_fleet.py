@@ -343,6 +343,21 @@ def test_resume_with_fewer_replicas_than_a_step_needs(capsys, run):  # noqa: F81
     assert "no outer step could ever be taken" in complaint(capsys, "resume", run.url, "--replicas", "1")
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["--executor", "local", "--option", "devices=2"], 'inner.loop = "supervised" trains in one process'),
+        (["--place", "modal:1:H100:8", "--place", "local"], 'inner.loop = "supervised" trains in one process'),
+    ],
+)
+def test_resume_refuses_places_in_which_the_run_cannot_continue(capsys, run, typed, told):  # noqa: F811
+    """Before, each replica said so on a rented machine, and the control record kept the places."""
+    write_control(run.store, SystemClock(), steps=12)
+    records = read_control(run.store).records
+    assert told in complaint(capsys, "resume", run.url, *typed)
+    assert read_control(run.store).records == records
+
+
 # -------------------------------------------------------------------- changing
 
 

@@ -10,11 +10,12 @@ import pytest
 from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
 from diloco.run.footprint import footprint, lines
+from diloco.run.script import Script, ScriptConfig
 from executors.platforms.base import ExecutorError, ReplicaSpec
 from executors.platforms.machine.gpu import asked_for
 from executors.platforms.on_host.affinity import gpu_of
 from executors.platforms.on_host.executor import LocalProcessExecutor
-from executors.platforms.on_modal.kinds import BASE_MIB
+from executors.platforms.on_modal.kinds import BASE_MIB, MEMORY_MIB
 from executors.platforms.places import Place
 from executors.preflight import place_faults
 from executors.preflight.quote import fitted_places
@@ -121,6 +122,15 @@ def test_a_node_of_four_has_memory_and_cores_for_four_processes() -> None:
     one, four = fitted_places([Place("modal", gpu=("H100",)), Place("modal", gpu=("H100:4",))], config)
     assert "cores" not in one.options and four.options["cores"] == 8.0
     assert four.options["max_memory_mib"] >= one.options["max_memory_mib"] + 3 * BASE_MIB
+
+
+def test_a_node_of_four_has_memory_for_four_processes_of_a_model_of_unknown_size() -> None:
+    """Before, four processes of a script had 16 GiB together, as one process has."""
+    script = ScriptConfig(own_script=Script("train.py"))
+    four, typed = fitted_places(
+        [Place("modal", gpu=("H100:4",)), Place("modal", gpu=("H100:4",), options={"max_memory_mib": 1024})], script
+    )
+    assert four.options["max_memory_mib"] == 4 * MEMORY_MIB and typed.options["max_memory_mib"] == 1024
 
 
 def test_shards_divide_what_a_device_holds_and_adapters_do_not() -> None:

@@ -98,6 +98,16 @@ def test_the_model_codec_and_replicas_of_a_config(capsys, tmp_path: Path) -> Non
     assert code == 0 and "0 M parameters, 2 replicas" in out and "moves, all together" in out
 
 
+def test_of_a_config_with_an_adapter_the_adapter_counts(capsys, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three")
+    inner = f'[inner]\nloop = "supervised"\nmodel = "{tmp_path}"\ndata.text = "text.txt"\nlora.r = 16\n'
+    (tmp_path / "run.toml").write_text(inner)
+    body = json.dumps({"layers.0.q_proj.weight": {"shape": [200_000, 300_000]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(body).to_bytes(8, "little") + body)
+    code, out, _ = say(capsys, "memory://doctor", "--config", tmp_path / "run.toml")
+    assert code == 0 and "estimate)      8 M parameters" in out
+
+
 def test_sizes_of_the_built_in_models() -> None:
     from inner.worlds.tiny import tiny_model
     from inner.worlds.toolworld import ToolWorld

@@ -173,6 +173,6 @@ def test_two_replicas_learn_from_it(hub: HubModels, tmp_path: Path) -> None:
 def test_plan_says_what_it_weighs(hub: HubModels, judge: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path / "here", {f"hub:{NAME}": 0.5, "rewards.py:brief": 1.0})
     size = sum(4 * p.numel() for p in LlamaForSequenceClassification.from_pretrained(judge).parameters())
-    assert f"reward model {NAME}: {byte_size(size)} more on the device" in "\n".join(size_lines(config, None, 2, 3))
+    assert f"reward model {NAME}: {byte_size(size)} more on the device" in "\n".join(size_lines(config, 2, 3))
     hub.gated.add(NAME)
-    assert "its size could not be read" in "\n".join(size_lines(config, None, 2, 3))
+    assert "its size could not be read" in "\n".join(size_lines(config, 2, 3))

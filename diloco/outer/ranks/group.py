@@ -172,10 +172,13 @@ def join_ranks(environ: Mapping[str, str] = os.environ) -> None:
             "Start them with torchrun or accelerate launch, or unset WORLD_SIZE"
         )
     refuse_missing_gpu(int(environ.get("LOCAL_RANK", environ["RANK"])))
-    where = f"file://{meet}" if meet else "env://"
+    store = None
+    if meet:  # a path, and no file:// URL, in which "#" ends the path
+        store = dist.FileStore(meet, count)  # pyright: ignore[reportPrivateImportUsage]
+        store.set_timeout(PATIENCE)
     backend = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
     rank = int(environ["RANK"])
-    dist.init_process_group(backend, where, rank=rank, world_size=count, timeout=PATIENCE)  # rollouts may be slow
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)  # rollouts may be slow
 
 
 def refuse_missing_gpu(rank: int) -> None:

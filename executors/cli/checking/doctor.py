@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diloco.run.config import AUTO, OuterConfig, load_config
-from diloco.run.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of
+from diloco.run.sizing import codec_for, compute_seconds, compute_seconds_of, parameters_of, trained_parameters_of
 from rendezvous.clock import SystemClock
 from rendezvous.engine.probe import doctor_table, probe_store
 from rendezvous.store import Store
@@ -30,10 +30,11 @@ def doctor(url: str, parameters: int | None, config: str | None, replicas: int |
     codec = "fp32"
     compute_s = 0.0
     if settings is not None:
-        parameters = parameters_of(settings)
+        whole = parameters_of(settings)
+        parameters = trained_parameters_of(settings) or whole
         replicas = replicas or settings.fleet.replicas
         codec = settings.outer.codec
-        compute_s = compute_seconds_of(settings, parameters)
+        compute_s = compute_seconds_of(settings, whole)
     elif parameters is not None:
         compute_s = compute_seconds(parameters, OuterConfig().sync_every)
     store = open_store(url)

@@ -39,7 +39,7 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     replicas = asked.fleet.replicas or config.fleet.replicas
     steps = asked.fleet.steps or config.fleet.steps
     devices = min(place.devices for place in places if not place.actors)  # fewest devices: most bytes per device
-    sizes = outlook.size_lines(config, checked.model, replicas, steps, devices)
+    sizes = outlook.size_lines(config, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
     there = existing_run(config, asked.url, steps) if spent is None else []
     notes = [note for note in (*checked.notes, bucket.note, *there) if note]

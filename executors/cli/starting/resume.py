@@ -1,6 +1,7 @@
 """`diloco resume RUN`: supervise a run again, with its bucket's state and your new options.
 
     control, leave records ─▶ all steps are there?  ─▶ a supervisor only logs the ends that no other has seen
+                           └▶ new places: their mistakes, as before a start
                            └▶ a price, and your word ─▶ new desired state, the quote ─▶ the run, and what it wants
 
 Not promised: the same places, if you name others.
@@ -12,7 +13,9 @@ from diloco.run.founding import refuse_unfit
 from diloco.run.record import Run, read_run
 from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words
+from executors.platforms.places import are_places
 from executors.preflight import quote
+from executors.preflight.run_url import UsageError
 from rendezvous.agreement.membership import Wanted, read_control, refuse_lost
 from rendezvous.clock import SystemClock
 from rendezvous.stores.open import open_store
@@ -29,6 +32,7 @@ def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
     if over := finished_words(run.store, asked.url, asked.fleet.steps):
         say(over)
         return run, wanted
+    refuse_places(run, asked, wanted)
     refuse_unfit(open_store(asked.url), SystemClock())
     if asked.places.actors:
         from diloco.run.combinations import refuse_actors
@@ -40,3 +44,14 @@ def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
     quote.write_desired(run, SystemClock(), **asked.fleet.told())
     quote.write_quote(run.store, SystemClock(), offer)
     return run, read_control(run.store)
+
+
+def refuse_places(run: Run, asked: "StartRequest", wanted: Wanted) -> None:
+    """Raise UsageError for new places in which the run cannot continue."""
+    places = quote.wanted_places(asked.places, wanted.places)
+    if are_places(wanted.places, places):
+        return
+    from executors.preflight.place_faults import place_faults
+
+    for fault in place_faults(run.config, asked.url, places, is_new=False):
+        raise UsageError(fault)

@@ -26,7 +26,7 @@ from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
-from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, Kind
+from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, MEMORY_MIB, Kind
 from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
@@ -35,7 +35,6 @@ from rendezvous.stores.open import stays_here
 AT_ONCE = 32
 ANSWER_S = 20.0  # time limit of a poll's requests; a status without an answer by then is stale
 SUPERVISOR_CRASHES = 10
-MEMORY_MIB = 16 * 1024  # a container's default limit, for a model of unknown size
 T = TypeVar("T")
 
 

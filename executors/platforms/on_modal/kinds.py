@@ -45,6 +45,7 @@ DAY_S = 24 * 3600
 STARTUP_S = 1800
 HUB_VOLUME, HUB_CACHE = "diloco-hub-cache", "/hub-cache"  # the Volume's name, and its path in a container
 CORES = 2.0  # CPU cores reserved for each GPU
+MEMORY_MIB = 16 * 1024  # a container's default limit for each process, for a model of unknown size
 BASE_MIB = 6 * 1024  # host memory of Python, torch, CUDA's context and the data
 LOAD_BYTES = 4  # host bytes per parameter, while the model is loaded to the GPU
 HOST_BYTES = 28 + LOAD_BYTES  # per parameter: θ, momentum, Δ, upload and residual in fp32; 8 while writing a snapshot

@@ -30,9 +30,11 @@ def fitted_place(place: Place, config: RunConfig) -> Place:
 
 def _modal_options(place: Place, config: RunConfig) -> dict[str, Any]:
     from diloco.run.sizing import parameters_of, trained_parameters_of
-    from executors.platforms.on_modal.kinds import CORES, HUB_VOLUME, memory_limit_mib
+    from executors.platforms.on_modal.kinds import CORES, HUB_VOLUME, MEMORY_MIB, memory_limit_mib
 
-    options: dict[str, Any] = {"cores": CORES * place.devices} if place.devices > 1 else {}
+    options: dict[str, Any] = {}
+    if place.devices > 1:
+        options = {"cores": CORES * place.devices, "max_memory_mib": MEMORY_MIB * place.devices}
     if config.script is not None or {"max_memory_mib", "hub_cache"} <= {*place.options}:
         return options
     if is_hub_name(config.inner.model):
