@@ -14,11 +14,12 @@ import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
-from diloco.model.traces import freeze
+from diloco.model.traces import freeze, run_states
 from diloco.process.data_position import uncounted_sessions
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
 from diloco.run.sections import FleetConfig
+from inner.replay.states import TraceWarning
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace
 from inner.settings.inner import InnerConfig, Seeds
@@ -303,6 +304,17 @@ def test_what_cannot_be_used_is_told_and_the_next_attempt_counts(tmp_path: Path)
     for attempt, body in enumerate((b"", b"\n", b"{}", b"x\n{}\n", b"x" * 300)):
         (tmp_path / f"rollouts/r01/0000000043/0000.{attempt}.bundle").write_bytes(body)
     assert places(store, told).find(BundlePlace(5, 43, 0), FITS) is None and len(told) == 5
+
+
+@pytest.mark.parametrize("odd", [[{"role": "assistant", "tool_calls": [{}]}], ["text"], [{"role": []}, None]])
+def test_a_bundle_of_odd_messages_costs_the_traces_its_own_rollouts_alone(odd: Any) -> None:
+    """Before: `diloco traces` ended with a KeyError, and wrote nothing of all other bundles."""
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    places(store).put(HERE, replace(made, completions=[*made.completions[:-1], odd]), FITS)
+    places(store).put(BundlePlace(5, 43, 0), made, FITS)
+    with pytest.warns(TraceWarning, match=f"{KEY}: .* It is left out"):
+        states = run_states(store, "n")
+    assert states and {state["state_id"].split("/")[1] for state in states} == {"43"}
 
 
 @pytest.mark.parametrize(
