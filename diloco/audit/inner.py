@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
+MOST_THREADS = 256  # OpenMP would end this process if a forged record named very many
 LOOKED_AT = 20  # about so many of a slot's bundles are read for its process's number of threads
 
 Tell = Callable[[str], None]
@@ -223,7 +224,7 @@ class _Session(StandIn):
             with suppress(RendezvousError):
                 record, _ = read_record(self._store.get(key) or b"")
                 if record.by == self._holder.generation:
-                    return record.threads
+                    return min(record.threads, MOST_THREADS)
         return torch.get_num_threads()
 
     # ---------------------------------------------------------------- what the OuterLoop calls

@@ -686,8 +686,8 @@ def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
     assert box.exec("true", user="user", timeout_s=30).code == 0
     words, ends = kept.KeptNamespaces.words, iter([True])
 
-    def words_of_the_past(self: kept.KeptNamespaces, folder: str) -> list[str]:
-        found = words(self, folder)
+    def words_of_the_past(self: kept.KeptNamespaces) -> list[str]:
+        found = words(self)
         if next(ends, False):
             self.close()
         return found
@@ -695,6 +695,19 @@ def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
     monkeypatch.setattr(kept.KeptNamespaces, "words", words_of_the_past)
     assert box.exec("echo once >>log; cat log; pwd", user="user", timeout_s=30) == Ran(0, "once\n/app\n")
     assert next(ends, None) is None, "the box's processes have ended meanwhile"
+
+
+@real
+@pytest.mark.parametrize("wrap", [namespaces, pytest.param(local.bubblewrap, marks=bubblewrap_works)])
+@pytest.mark.parametrize("user", ["user", "root"])
+def test_an_episode_may_move_and_make_its_working_folder(tmp_path: Path, wrap: local.Wrap, user: str) -> None:
+    """Before: in a local box no later command ran, not even the verifier; elsewhere they run in another folder."""
+    boxes = LocalBoxes(tmp_path / "boxes", wrap=wrap)
+    box = boxes.start(OWNER, BoxRecipe(folder="/app/repo"), timeout_s=1)
+    assert box.exec("mv /app/repo /app/old", user=user, timeout_s=30) == Ran(0, "")
+    assert box.exec("mkdir /app/repo; pwd", user=user, timeout_s=30) == Ran(0, "/\n")
+    assert box.exec("pwd; chmod 0 /app", user=user, timeout_s=30) == Ran(0, "/app/repo\n")
+    assert box.exec("chmod 700 /app; ls /app", user=user, timeout_s=30) == Ran(0, "old\nrepo\n")
 
 
 @real

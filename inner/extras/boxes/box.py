@@ -152,7 +152,7 @@ class BoxProvider(Protocol):
 def wrapped_command(command: str, timeout_s: float, folder: str = "") -> list[str]:
     """Return the words that run a command inside a box with its limits.   folder: where it begins."""
     if folder:
-        command = f"cd {shlex.quote(folder)} 2>/dev/null\n{command}"  # the first command makes the folder
+        command = f"cd {shlex.quote(folder)} 2>/dev/null; {command}"  # the first command makes it, an episode may not
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
 
 
