@@ -25,6 +25,7 @@ from inner.rollouts.recorded import BundlePlace
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
@@ -81,6 +82,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     for slot in ("r00", "r01"):
         assert offered(killed, slot, 0).digest == offered(whole, slot, 0).digest
     assert offered(killed, "r01", 0).generation == 2 and events(killed, "rollouts_found")[0]["bundles"] == 2
+    write_control(killed.store, SystemClock(), replicas=5)  # before: step 0 got the learning rate of 5 replicas
     found = audited(killed)
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
@@ -104,8 +106,11 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
 
 
 def _other_settings_give_others(fleet: Fleet) -> None:
-    """With another learning rate all differ; a session of another TRL is not accused."""
+    """With another learning rate all differ; a session of another TRL is not accused, and none by a slower clock."""
     run = read_run(fleet.url)
+    timed = {**run.record.config["outer"], "sync_seconds": 1e-6}
+    found = recompute_offers(replace(run, record=replace(run.record, config={**run.record.config, "outer": timed})))
+    assert (found.equal, found.off) == (4, []), "before, the audit's rounds ended after one inner step each"
     inner = {**run.record.config["inner"], "lr": 1e-2}
     run = replace(run, record=replace(run.record, config={**run.record.config, "inner": inner}))
     assert len(recompute_offers(run).off) == 4
