@@ -97,9 +97,7 @@ def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _bundle_states(
-    store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]
-) -> list[TraceState]:
+def _bundle_states(store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]) -> list[TraceState]:
     found = list[TraceState]()
     try:
         record, payload = checked_bundle(store, key, run)

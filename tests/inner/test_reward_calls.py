@@ -9,7 +9,6 @@ import signal
 import socket
 import sqlite3
 import ssl
-import sys
 import threading
 import time
 import urllib.error
