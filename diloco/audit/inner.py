@@ -22,7 +22,7 @@ processor or a GPU.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +56,7 @@ from inner.rollouts.bundle import Bundle
 from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
-from rendezvous.agreement.membership import read_claim, read_control, read_leave
+from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.codecs import get_codec
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
+MOST_THREADS = 256  # OpenMP would end this process if a forged record named very many
 LOOKED_AT = 20  # about so many of a slot's bundles are read for its process's number of threads
 
 Tell = Callable[[str], None]
@@ -209,7 +210,8 @@ class _Session(StandIn):
         if hasattr(loop, "trainer"):
             self._recorded = _Recorded(self._run, self._store, self._holder, self._to, before.outer_steps + self._step)
             record_rollouts(loop.trainer, self._recorded)
-        with make_diloco(loop.model, loop.optimizer, self, run.config.outer, boundary=loop.boundary) as outer:
+        config = replace(run.config.outer, sync_seconds=None)  # an offer's h says when its round ended, not this clock
+        with make_diloco(loop.model, loop.optimizer, self, config, boundary=loop.boundary) as outer:
             progress = lambda: outer.progress(before.outer_steps, run.config.fleet.steps)  # noqa: E731
             loop.follow(lambda: before.outer_steps + outer.committed(), outer.theta, self._averaged, progress)
             start = data_position(run, self._step, slot=slot, generation=generation)
@@ -223,7 +225,7 @@ class _Session(StandIn):
             with suppress(RendezvousError):
                 record, _ = read_record(self._store.get(key) or b"")
                 if record.by == self._holder.generation:
-                    return record.threads
+                    return min(record.threads, MOST_THREADS)
         return torch.get_num_threads()
 
     # ---------------------------------------------------------------- what the OuterLoop calls
@@ -296,7 +298,21 @@ class _Session(StandIn):
         """Return the number of replicas that the newest commit averaged; before any commit, the wanted number."""
         step = self.current_step()
         commit = self._chain.read(step - 1) if step else None
-        return len(commit.fresh_offers) if commit else read_control(self._store).replicas
+        return len(commit.fresh_offers) if commit else self._asked_for[-1]
+
+    @cached_property
+    def _asked_for(self) -> list[int]:
+        """Return the numbers of replicas that control records asked for until this session's first offer."""
+        until = self._offers[min(self._offers)].at
+        return [c.replicas for c in controls_above(self._store, -1) if c.replicas and c.at <= until] or [1]
+
+    @property
+    def _unknown_rate(self) -> str:
+        """Return why its learning rate is unknown; "" if it is known."""
+        numbers = sorted(set(self._asked_for))
+        if min(self._offers) or len(numbers) == 1:
+            return ""
+        return f"before the first commit, its learning rate depends on the number of replicas, which changed: {numbers}"
 
     # ---------------------------------------------------------------- the comparison
 
@@ -313,7 +329,8 @@ class _Session(StandIn):
             self._to.close.append(share)
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
-        if doubts := self._other_versions or (self._recorded.inherited if self._recorded is not None else ""):
+        inherited = self._recorded.inherited if self._recorded is not None else ""
+        if doubts := self._other_versions or inherited or self._unknown_rate:
             text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
             self._to.unchecked.append(text)
             return

@@ -34,6 +34,8 @@ from rendezvous.records.records import WireError
 from rendezvous.records.rollouts import LateReward
 from rendezvous.store import Store
 
+ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what messages of another shape raise
+
 
 def run_states(store: Store, run: str = "") -> list[TraceState]:
     """Return the states of all rollouts that the run has kept, by replica and time.   run: nonce of run.json."""
@@ -78,7 +80,7 @@ def _read_states(store: Store, key: str) -> Iterator[TraceState]:
             elif step >= 0:
                 rollout = cast("SampledRollout", rollout_line(line))
                 yield from rollout_states(rollout, f"{slot}-{generation}/{step}/{n}.{i - 1}", tools)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except ODD as error:
             warnings.warn(f"{key}, line {i + 1}: {error}. It is left out.", TraceWarning, stacklevel=2)
 
 
@@ -95,22 +97,23 @@ def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _bundle_states(
-    store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]
-) -> Iterator[TraceState]:
+def _bundle_states(store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]) -> list[TraceState]:
+    found = list[TraceState]()
     try:
         record, payload = checked_bundle(store, key, run)
         rollouts = bundle_rollouts(bytes(payload), secrets_here())
-        found = len(rollouts), bundle_tokens(bytes(payload))
-        if found != (record.rollouts, record.tokens):
+        counts = len(rollouts), bundle_tokens(bytes(payload))
+        if counts != (record.rollouts, record.tokens):
             raise ValueError(
-                f"it has {found[0]} rollouts of {found[1]} tokens, by its record {record.rollouts} of {record.tokens}"
+                f"it has {counts[0]} rollouts of {counts[1]} tokens, by its record {record.rollouts} of {record.tokens}"
             )
         (generation, bundle), attempt = record.place, bundle_attempt(key, record)
         for i, rollout in enumerate(rollouts):
             name = f"{record.slot}/{generation}/{record.step}/{bundle}.{attempt}.{i}"
             given = {one.name: one.value for one in late if one.rollout == i}
             for state in rollout_states(rollout, name, tools):
-                yield {**state, "late_rewards": given} if given else state
-    except (WireError, ValueError) as error:
+                found.append({**state, "late_rewards": given} if given else state)
+        return found
+    except (WireError, *ODD) as error:
         leave_out(key, error)
+        return []

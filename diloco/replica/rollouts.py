@@ -291,6 +291,10 @@ class BucketPlaces:
         if not is_whole(record, payload, self._kind):
             return None, "their bytes have another digest than their record names"
         bundle = Bundle.unpack(bytes(payload))
+        counts = len(bundle.ids), sum(map(len, bundle.ids))
+        if counts != (record.rollouts, record.tokens):
+            told = f"{record.rollouts} of {record.tokens} by their record"
+            return None, f"they are {counts[0]} rollouts of {counts[1]} tokens, and {told}"
         if record.actor and bundle.logprobs is None:
             return None, f"the actor {record.actor} left out their log-probs"
         why = unfit(bundle)

@@ -12,8 +12,8 @@ Only tokens, tool turns and rewards come from the bundle.  Log-probs, advantages
 always, and the random states continue from those after the recorded generation.  So if the weights are equal, the
 gradients are equal, bit for bit, and later generations are those that the first process would have made.
 
-An evaluation records nothing.  Not promised: images; vLLM's random numbers; state that a user's environment keeps
-between episodes.
+An evaluation records nothing.  Not promised: images; vLLM's random numbers; state that a user's code keeps between
+calls, such as the random numbers of its rewards.
 """
 
 import json

@@ -358,7 +358,8 @@ def _seconds(table: dict[str, Any], name: str, folder: Path) -> float:
 def _workdir(box: dict[str, Any], folder: Path) -> str:
     """Return the working folder that replaces the Dockerfile's; "" if task.toml names none."""
     found = box.get("workdir") or ""
-    if found and (not isinstance(found, str) or not found.startswith("/") or placed("/", found) == "/"):
+    odd = found and (not isinstance(found, str) or not found.startswith("/") or "\0" in found)
+    if odd or (found and placed("/", found) == "/"):
         raise InnerError(f"{folder}/task.toml: workdir = {found!r} must be an absolute path below /.")
     return placed("/", found) if found else ""
 

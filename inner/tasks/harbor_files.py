@@ -163,6 +163,8 @@ def pack(source: Path, target: str, *, root: Path, seen: Seen) -> dict[str, str]
     out, packed, size = list[Path](), dict[str, str](), 0
     for path in [source] if source.is_file() else _files_below(source, (_real(root), _real(source)), out):
         name = target if path == source else f"{target}/{path.relative_to(source)}"
+        if name.encode(errors="replace").decode() != name:
+            raise InnerError(f"{source}: the name {name!r} is not UTF-8, and boxes take no other. Rename the file.")
         size += path.stat().st_size
         if size > MOST_BYTES:
             raise InnerError(f"{source} has more than {MOST_BYTES >> 20} MiB. Build an image, and name it.")

@@ -16,7 +16,7 @@ from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, ScoredSpan, score_steps
 from inner.errors import InnerError
 from inner.host import Host
-from inner.usercode.reward_calls import EMIT_EVERY_S
+from inner.usercode.reward_calls import EMIT_EVERY_S, ENDS
 
 TRIES = 3  # a session ends if its first TRIES batches all fail
 
@@ -33,7 +33,7 @@ class _Failures:
         self._last_emit_at = -math.inf
         self._count = 0
 
-    def note(self, error: Exception) -> None:
+    def note(self, error: BaseException) -> None:
         now = self._clock()
         self._count += 1
         if now - self._last_emit_at >= EMIT_EVERY_S:
@@ -56,7 +56,9 @@ class ForgivingHint:
         try:
             if ask is not None:
                 ask(asked)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             self._failures.note(error)
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
@@ -65,7 +67,9 @@ class ForgivingHint:
             if found is not None and not isinstance(found, str):
                 raise TypeError(f"a hint must be text or None, found {found!r}")
             return found
-        except Exception as failure:
+        except ENDS:
+            raise
+        except BaseException as failure:
             self._failures.note(failure)
             return None
 
@@ -85,7 +89,9 @@ class ForgivingProcess:
     def __call__(self, rollouts: Sequence[Rollout]) -> list[ScoredSpan]:
         try:
             steps = score_steps(self._process, rollouts)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             self._failures.note(error)
             self._failed_first += not self._worked
             if self._failed_first == TRIES:

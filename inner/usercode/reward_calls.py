@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BATCHES = 3  # consecutive batches without any reward that end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
+ENDS = (KeyboardInterrupt, GeneratorExit)  # exceptions that are not the user's code's
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
 
 
@@ -182,7 +183,9 @@ class RewardCalls:
             return call.read_answer(
                 call_within(self.timeout_s, call.call_now, lambda waited: self._note_waiting(reward, waited))
             )
-        except (Exception, SystemExit) as error:  # a reward's sys.exit() must not end the replica
+        except ENDS:
+            raise
+        except BaseException as error:  # sys.exit(), or a library's own kind, as a Rust panic, must not end the replica
             return Failure(error)
 
     async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
@@ -198,7 +201,10 @@ class RewardCalls:
                 return call.read_answer(await call.call_reward())
         except TimeoutError as error:
             return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, ENDS) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):
+                raise
             return Failure(error)
         finally:
             reminder.cancel()

@@ -291,6 +291,8 @@ KEY = "rollouts/r01/0000000042/0000.0.bundle"
         ({"slot": "r02", "place": (42, 0)}, "they are of r02"),
         ({"run": "another", "place": (42, 0)}, "in run another"),
         ({"place": (42, 0), "digest": digest(b"x", "xxh3-128")}, "another digest"),
+        ({"place": (42, 0), "tokens": 1}, "tokens, and 16 of 1 by their record"),
+        ({"place": (42, 0), "rollouts": 15}, "they are 16 rollouts of "),
     ],
 )
 def test_what_is_not_of_this_place_costs_the_bundle_and_no_check(honest: Bundle, changes: Any, words: str) -> None:

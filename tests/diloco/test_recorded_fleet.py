@@ -14,16 +14,18 @@ import torch
 
 from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
-from diloco.model.traces import freeze
+from diloco.model.traces import freeze, run_states
 from diloco.process.data_position import uncounted_sessions
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
 from diloco.run.sections import FleetConfig
+from inner.replay.states import TraceWarning
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from rendezvous import layout
+from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
@@ -80,6 +82,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     for slot in ("r00", "r01"):
         assert offered(killed, slot, 0).digest == offered(whole, slot, 0).digest
     assert offered(killed, "r01", 0).generation == 2 and events(killed, "rollouts_found")[0]["bundles"] == 2
+    write_control(killed.store, SystemClock(), replicas=5)  # before: step 0 got the learning rate of 5 replicas
     found = audited(killed)
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
@@ -103,8 +106,11 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
 
 
 def _other_settings_give_others(fleet: Fleet) -> None:
-    """With another learning rate all differ; a session of another TRL is not accused."""
+    """With another learning rate all differ; a session of another TRL is not accused, and none by a slower clock."""
     run = read_run(fleet.url)
+    timed = {**run.record.config["outer"], "sync_seconds": 1e-6}
+    found = recompute_offers(replace(run, record=replace(run.record, config={**run.record.config, "outer": timed})))
+    assert (found.equal, found.off) == (4, []), "before, the audit's rounds ended after one inner step each"
     inner = {**run.record.config["inner"], "lr": 1e-2}
     run = replace(run, record=replace(run.record, config={**run.record.config, "inner": inner}))
     assert len(recompute_offers(run).off) == 4
@@ -303,6 +309,17 @@ def test_what_cannot_be_used_is_told_and_the_next_attempt_counts(tmp_path: Path)
     for attempt, body in enumerate((b"", b"\n", b"{}", b"x\n{}\n", b"x" * 300)):
         (tmp_path / f"rollouts/r01/0000000043/0000.{attempt}.bundle").write_bytes(body)
     assert places(store, told).find(BundlePlace(5, 43, 0), FITS) is None and len(told) == 5
+
+
+@pytest.mark.parametrize("odd", [[{"role": "assistant", "tool_calls": [{}]}], ["text"], [{"role": []}, None]])
+def test_a_bundle_of_odd_messages_costs_the_traces_its_own_rollouts_alone(odd: Any) -> None:
+    """Before: `diloco traces` ended with a KeyError, and wrote nothing of all other bundles."""
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    places(store).put(HERE, replace(made, completions=[*made.completions[:-1], odd]), FITS)
+    places(store).put(BundlePlace(5, 43, 0), made, FITS)
+    with pytest.warns(TraceWarning, match=f"{KEY}: .* It is left out"):
+        states = run_states(store, "n")
+    assert states and {state["state_id"].split("/")[1] for state in states} == {"43"}
 
 
 @pytest.mark.parametrize(

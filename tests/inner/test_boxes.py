@@ -34,7 +34,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-from inner.extras.boxes.episode import read_number
+from inner.extras.boxes.episode import Episode, read_number
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, Used, open_provider
 from inner.extras.boxes.verdict import BoxAction, blame
@@ -395,6 +395,35 @@ def test_a_fresh_box_decides(fresh: list[Any], expected: str) -> None:
     assert released == list(range(len(fresh)))
 
 
+@pytest.mark.parametrize(("breaks", "expected"), [("turn", 0.0), ("", None)])
+def test_a_verifier_that_ends_every_box_is_not_the_policys_fault(breaks: str, expected: float | None) -> None:
+    """Before: if the verifier's own memory ended its box, each rollout of its task had 0, whatever the policy did."""
+
+    class Box(PlantedBox):
+        ran = ""
+
+        def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+            if command == episode.VERIFIER and breaks in self.ran:
+                self._die("memory")
+            self.ran += command
+            return super().exec(command, user=user, timeout_s=timeout_s)
+
+    class Provider(PlantedBoxes):
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            return Box(self, owner, None)
+
+    said = list[str]()
+    starter = _starter(Provider(clock := VirtualClock()), clock)
+    one = Episode(starter, OWNER, load_harbor(TASK), lambda event, text: said.append(f"{event}: {text}"))
+    assert one.begin() and one.act(lambda box: box.exec("turn", user="user", timeout_s=1)).code == 0
+    assert (found := one.reward()) == expected and isinstance(found, AtMostWorst) == bool(breaks)
+    assert not starter.provider.find({})
+    assert breaks or said == [
+        "reward_failed: no episode had touched this box of the Harbor task t, and it died at the verifier: the box "
+        "died: memory"
+    ]
+
+
 def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
     provider = PlantedBoxes(VirtualClock())
     starter = BoxStarter(provider)
@@ -657,8 +686,8 @@ def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
     assert box.exec("true", user="user", timeout_s=30).code == 0
     words, ends = kept.KeptNamespaces.words, iter([True])
 
-    def words_of_the_past(self: kept.KeptNamespaces, folder: str) -> list[str]:
-        found = words(self, folder)
+    def words_of_the_past(self: kept.KeptNamespaces) -> list[str]:
+        found = words(self)
         if next(ends, False):
             self.close()
         return found
@@ -666,6 +695,19 @@ def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
     monkeypatch.setattr(kept.KeptNamespaces, "words", words_of_the_past)
     assert box.exec("echo once >>log; cat log; pwd", user="user", timeout_s=30) == Ran(0, "once\n/app\n")
     assert next(ends, None) is None, "the box's processes have ended meanwhile"
+
+
+@real
+@pytest.mark.parametrize("wrap", [namespaces, pytest.param(local.bubblewrap, marks=bubblewrap_works)])
+@pytest.mark.parametrize("user", ["user", "root"])
+def test_an_episode_may_move_and_make_its_working_folder(tmp_path: Path, wrap: local.Wrap, user: str) -> None:
+    """Before: in a local box no later command ran, not even the verifier; elsewhere they run in another folder."""
+    boxes = LocalBoxes(tmp_path / "boxes", wrap=wrap)
+    box = boxes.start(OWNER, BoxRecipe(folder="/app/repo"), timeout_s=1)
+    assert box.exec("mv /app/repo /app/old", user=user, timeout_s=30) == Ran(0, "")
+    assert box.exec("mkdir /app/repo; pwd", user=user, timeout_s=30) == Ran(0, "/\n")
+    assert box.exec("pwd; chmod 0 /app", user=user, timeout_s=30) == Ran(0, "/app/repo\n")
+    assert box.exec("chmod 700 /app; ls /app", user=user, timeout_s=30) == Ran(0, "old\nrepo\n")
 
 
 @real
@@ -1180,6 +1222,7 @@ APART = '[verifier]\nenvironment_mode = "separate"\n'
         ({"toml": "[environment]\ndocker_image = 5\n"}, "docker_image = 5 is not the name of an image"),
         ({"toml": '[environment]\nworkdir = "app"\n'}, "workdir = 'app' must be an absolute path below /"),
         ({"toml": '[environment]\nworkdir = "/.."\n'}, r"workdir = '/\.\.' must be an absolute path below /"),
+        ({"toml": '[environment]\nworkdir = "/a\\u0000"\n'}, r"workdir = '/a\\x00' must be an absolute path"),
         ({"toml": "[verifier]\nenv = 3\n"}, "env = 3 is not a table"),
         ({"toml": "[verifier.env]\nA = 3\n"}, r"\[verifier.env\] A = 3 must be a text"),
         ({"toml": '[environment.env]\n"A;x" = "3"\n'}, "must be a text; write letters"),
@@ -1212,6 +1255,15 @@ APART = '[verifier]\nenvironment_mode = "separate"\n'
 def test_bad_task_folders_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InnerError, match=message):
         read_tasks(write_task(tmp_path / "task", **change))
+
+
+@pytest.mark.parametrize("folder", ["tests", "environment/repo"])
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, folder: str) -> None:
+    """Before: no remote box took the file, and the verifier's made 0 of each reward, as if the policy broke its box."""
+    task = write_task(tmp_path / "task", docker="FROM x\nCOPY repo /app/\n")
+    (task / folder / os.fsdecode(b"\xff.txt")).write_text("")
+    with pytest.raises(InnerError, match=r"the name '/(tests|app)/\\udcff.txt' is not UTF-8, .* Rename the file"):
+        read_tasks(task)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,19 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
             yield open_provider("hf")
 
 
+@pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
+def test_a_command_that_no_program_can_get_is_an_error_and_the_box_lives(provider: BoxProvider) -> None:
+    """Before: a NUL or half of an emoji in a command was the death of its box, and the policy was to blame for it."""
+    Harbor = harbor_environment(BoxStarter(provider))
+    Harbor._session = ("nonce", "r00", 1)
+    env = Harbor()
+    env.reset(TASK)
+    for part in ("\0", "\ud83d", "x" * (1 << 17)):
+        with pytest.raises((ValueError, OSError)):
+            env.bash(f"echo {part} > answer")
+    assert env.bash("echo 1 > answer; echo here") == "here\n" and env.get_reward() == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not namespaces_work(), reason="unshare may not make namespaces here")
 def test_planted_faults_through_every_provider(provider: BoxProvider, tmp_path: Path) -> None:

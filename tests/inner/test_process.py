@@ -168,7 +168,7 @@ def test_an_error_costs_one_batch_and_is_told_once_a_minute() -> None:
 
     def score(rolled: Sequence[Rollout]) -> Any:
         if fails[0]:
-            raise KeyError("answer")
+            raise KeyError("answer") if now[0] < 60.0 else SystemExit(2)
         return [[1.0] for _ in rolled]
 
     calls = ForgivingProcess(ProcessReward(score), told, lambda: now[0])  # type: ignore[arg-type]
@@ -178,6 +178,7 @@ def test_an_error_costs_one_batch_and_is_told_once_a_minute() -> None:
         assert calls([rollout((0, 3))]) == []
     assert [data["failures"] for _, _, data in told.events] == [1, 2]
     assert told.events[0][0] == "process_failed" and "score failed: KeyError: 'answer'" in told.events[0][1]
+    assert "score failed: SystemExit: 2" in told.events[1][1]
 
 
 def test_a_process_reward_that_never_worked_ends_the_session() -> None:

@@ -9,7 +9,6 @@ import signal
 import socket
 import sqlite3
 import ssl
-import sys
 import threading
 import time
 import urllib.error
@@ -48,6 +47,10 @@ from tests.inner.test_toolworld import WORLD
 from tests.inner.test_trainer import B, make, rollouts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, and pytest's fail()."""
 
 
 class Listener:
@@ -445,13 +448,35 @@ def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
     assert logged == [("mean", 1.0)], "not by the call that failed, not by a part of a batch"
 
 
-def test_sys_exit_in_a_reward_is_a_failure_and_no_wish_to_end_the_replica() -> None:
+@pytest.mark.parametrize("fault", [SystemExit(2), Panic("rust"), asyncio.CancelledError()], ids=repr)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_fault_of_a_reward_ends_the_replica(fault: BaseException, is_async: bool) -> None:
+    """Before: a Rust panic, pytest's fail() or a CancelledError of a library ended the session, and then the run."""
+
     def reward(completions: list[int], **columns: Any) -> list[float]:
         if 2 in completions:
-            sys.exit(2)
+            raise fault
         return [0.0] * len(completions)
 
-    assert score_batch(reward)[1].take_failed() == [2]
+    async def later(completions: list[int], **columns: Any) -> list[float]:
+        return reward(completions)
+
+    found, _ = make_reward_calls()
+    call = found.wrap_reward(later if is_async else reward)(prompts=[""] * 16, completions=list(range(16)))
+    values = asyncio.run(call) if is_async else call
+    assert found.take_failed() == [2] and values[3:] == [0.0] * 13
+
+
+def test_a_cancelled_async_reward_is_cancelled() -> None:
+    async def reward(completions: list[int], **columns: Any) -> list[float]:
+        raise asyncio.CancelledError
+
+    async def cancelled() -> Any:
+        task = asyncio.create_task(make_reward_calls()[0].wrap_reward(reward)(prompts=[""], completions=[1]))
+        task.cancel()
+        return await asyncio.gather(task, return_exceptions=True)
+
+    assert isinstance(asyncio.run(cancelled())[0], asyncio.CancelledError)
 
 
 @pytest.mark.slow
@@ -723,15 +748,16 @@ def test_an_environments_own_reward_that_raises_for_one_rollout_costs_that_rollo
     assert listener.events and "1 of 16 completions" in listener.events[0][1], listener.events
 
 
-def test_a_hint_that_raises_costs_the_hint_and_is_told() -> None:
+@pytest.mark.parametrize("fault", [KeyError("tool"), SystemExit("tool"), Panic("tool")], ids=repr)
+def test_a_hint_that_raises_costs_the_hint_and_is_told(fault: BaseException) -> None:
     listener = Listener()
 
     def hint(row: Any, error: str) -> str:
-        raise KeyError("tool")
+        raise fault
 
     guarded = ForgivingHint(hint, listener, time.monotonic)
     assert guarded({}, "Tool x not found.") is None and guarded({}, "again") is None
-    assert len(listener.events) == 1 and "the hint hint failed: KeyError: 'tool'" in listener.events[0][1]
+    assert len(listener.events) == 1 and f"the hint hint failed: {type(fault).__name__}: " in listener.events[0][1]
     assert ForgivingHint(lambda row, error: 7, listener, lambda: 1e9)({}, "") is None  # type: ignore
 
 

@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Take a template's COPY and RUN steps in a box, as a builder would."""
         for step in template.get("steps", []):
             if step["type"] == "RUN":
-                subprocess.run([*namespaces(root, "/", ""), "bash", "-c", step["args"][0]], check=True)
+                subprocess.run([*namespaces(root, ""), "bash", "-c", step["args"][0]], check=True)
             elif step["type"] == "COPY":
                 with tarfile.open(fileobj=io.BytesIO(self.server.archives[step["filesHash"]])) as archive:
                     (root / step["args"][1].lstrip("/")).write_bytes(archive.extractfile(step["args"][0]).read())  # type: ignore
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.users.append(user)
         process = asked["process"]
         root = self.server.folder / box._home.name / "root"
-        words = [*namespaces(root, process.get("cwd", "/"), user), process["cmd"], *process["args"]]
+        words = [*namespaces(root, user, process.get("cwd", "/")), process["cmd"], *process["args"]]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True)
         end = {"exitCode": done.returncode, "exited": True, "status": f"exit status {done.returncode}"}
         events = [{"start": {"pid": 7}}, {"data": {"stdout": base64.b64encode(done.stdout).decode()}}, {"end": end}]

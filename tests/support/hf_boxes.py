@@ -83,7 +83,7 @@ class BoxHandler(Handler):
         self.hub.users.append("1000" if words[: len(as_user)] == as_user else "root")
         words = words[len(as_user) :] if words[: len(as_user)] == as_user else words
         root = self.hub.boxes[self.id]._home / "root"
-        done = subprocess.run([*namespaces(root, "/", ""), *words], stdin=subprocess.DEVNULL, capture_output=True)
+        done = subprocess.run([*namespaces(root, ""), *words], stdin=subprocess.DEVNULL, capture_output=True)
         events = [
             {"event": "ping"},
             {"event": "stdout", "data": done.stdout.decode(errors="replace")},

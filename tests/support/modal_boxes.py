@@ -73,7 +73,7 @@ class Sandboxes:
                 path.write_bytes((self.folder / "files" / context[source].sha256_hex).read_bytes())
                 path.chmod(context[source].mode)
             elif first == "RUN":
-                subprocess.run([*namespaces(root, "/", ""), "bash", "-c", f"cd {work}; {rest}"], check=True)
+                subprocess.run([*namespaces(root, ""), "bash", "-c", f"cd {work}; {rest}"], check=True)
 
     def SandboxListV2(self, r: Any, who: str) -> Any:
         asked = {(tag.tag_name, tag.tag_value) for tag in r.tags}
@@ -144,7 +144,7 @@ class Router(
         self._sandboxes.users.append("1000" if words[: len(as_user)] == as_user else "root")
         words = words[len(as_user) :] if words[: len(as_user)] == as_user else words
         self._running[r.exec_id] = ran = await asyncio.create_subprocess_exec(
-            *namespaces(root, "/", ""), *words, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
+            *namespaces(root, ""), *words, stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL
         )
         self._said[r.exec_id] = asyncio.ensure_future(ran.stdout.read())  # type: ignore[union-attr]
         return task_command_router_pb2.TaskExecStartResponse()

@@ -31,7 +31,7 @@ exec chroot "$new" sh -c 'cd "$0" && exec "$@"' "$folder" "$@"
 """
 
 
-def namespaces(root: Path, folder: str, user: str) -> list[str]:
+def namespaces(root: Path, user: str, folder: str = "/") -> list[str]:
     """Return words that show a process the box's folders at their own paths."""
     (root.parent / "mnt").mkdir(exist_ok=True)
     words = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SCRIPT]
@@ -45,7 +45,7 @@ from tests.support.planted_boxes import namespaces
 from pathlib import Path
 end = sys.argv.index("--")
 root = Path(sys.argv[sys.argv.index("--bind") + 1]).parent
-words = namespaces(root, sys.argv[sys.argv.index("--chdir") + 1], "user") + sys.argv[end + 1 :]
+words = namespaces(root, "user", sys.argv[sys.argv.index("--chdir") + 1]) + sys.argv[end + 1 :]
 ctypes.CDLL(None).prctl(1, 9)  # as --die-with-parent does
 os.execvp(words[0], words)
 """

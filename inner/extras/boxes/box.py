@@ -28,6 +28,7 @@ TTL_S = 3600.0  # seconds after which the provider itself stops a box
 MADE_BY = {"made-by": "serverless-diloco"}  # a label, so that we never list other boxes of the account
 USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "env", "HOME=/tmp")
 MOST_OUTPUT = 2 * HALF_OUTPUT + len(CUT)  # characters
+MOST_WORD = (128 << 10) - 1  # bytes of one argument of a program (Linux's MAX_ARG_STRLEN, without the NUL at its end)
 # one byte more than a half shows whether the middle was cut out; base64, because no bash variable can hold a NUL
 LAST = f'last=$(tail -c {HALF_OUTPUT + 1} | base64 -w 0); last() {{ printf %s "$last" | base64 -d; }}'
 MARK = f'[ "$(last | wc -c)" -gt {HALF_OUTPUT} ] && printf %s "$4"'
@@ -151,8 +152,16 @@ class BoxProvider(Protocol):
 def wrapped_command(command: str, timeout_s: float, folder: str = "") -> list[str]:
     """Return the words that run a command inside a box with its limits.   folder: where it begins."""
     if folder:
-        command = f"cd {shlex.quote(folder)} 2>/dev/null\n{command}"  # the first command makes the folder
+        command = f"cd {shlex.quote(folder)} 2>/dev/null; {command}"  # the first command makes it, an episode may not
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
+
+
+def fitting_words(words: Sequence[str]) -> Sequence[str]:
+    """Return the words.   Raise ValueError for one that no program can get, which would look like a box's death."""
+    for word in words:
+        if "\0" in word or len(word.encode()) > MOST_WORD:  # half of a surrogate pair is a UnicodeEncodeError
+            raise ValueError(f"the command has a NUL, or more than {MOST_WORD} bytes. Give another, or write a file.")
+    return words
 
 
 def with_variables(variables: Mapping[str, str], command: str) -> str:

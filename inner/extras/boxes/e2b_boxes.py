@@ -33,6 +33,7 @@ from inner.extras.boxes.box import (
     BoxRecipe,
     ProviderFailed,
     Ran,
+    fitting_words,
     read_output,
     wrapped_command,
 )
@@ -113,7 +114,7 @@ class E2bBox:
         self._sdk, self._made, self._folder, self._on_stop = sdk, made, folder, on_stop
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        words = shlex.join(wrapped_command(command, timeout_s, self._folder))
+        (words,) = fitting_words([shlex.join(wrapped_command(command, timeout_s, self._folder))])
         with _as_ours(self._sdk, BoxGone):
             try:
                 limit = timeout_s + KILL_AFTER_S + ANSWER_S

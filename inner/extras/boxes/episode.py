@@ -6,6 +6,7 @@
     reward   provider's fault ──▶ None      the episode broke its box ──▶ 0.0, AtMostWorst
              places cleared, tests/ copied in, test.sh as root ──▶ its number
                 no number, but one in a fresh box ──▶ 0.0, AtMostWorst      no number there ──▶ None
+                the box dies at it: the same, after blame
              environment_mode = "separate": the same in the verifier's own box, with the artifacts (artifacts.py);
                 that box may die once
 
@@ -20,7 +21,7 @@ import json
 import math
 import threading
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,8 +94,11 @@ class Episode:
             self._until = self._starter.clock() + self.task.agent_s
         return self._until - self._starter.clock()
 
-    def act(self, run: Callable[[Box], Any]) -> Any:
-        """Return the result of `run(box)`.   If the box dies, decide whose fault that is, and raise BoxGone."""
+    def act(self, run: Callable[[Box], Any], *, verifies: bool = False) -> Any:
+        """Return the result of `run(box)`.   If the box dies, decide whose fault that is, and raise BoxGone.
+
+        verifies: whether `run` is the verifier. If it ends a box that no episode has touched, the policy is not at
+        fault."""
         if (box := self._box) is None or self._blamed:
             raise BoxGone("the box of this episode is gone.")
         self.actions.append(BoxAction(run))
@@ -103,7 +107,7 @@ class Episode:
             found = run(box)
         except BoxGone:
             done = tuple(self.actions[:n])
-            self._decide(box, lambda: blame(done, self._fresh, self._release, survived=self._survived))
+            self._decide(box, lambda: self._blame(done, verifies=verifies))
             raise
         self._survived = max(n, self._survived)
         return found
@@ -140,7 +144,7 @@ class Episode:
     def _verdict(self) -> float | None:
         """Return the verifier's number for this episode; None if it gives none."""
         if (apart := self.task.apart) is None:
-            return self.act(lambda any_box: verify(any_box, self.task))
+            return self.act(lambda any_box: verify(any_box, self.task), verifies=True)
         tell = partial(self._tell, "reward_failed")
         found = self.act(lambda any_box: collect(any_box, apart.artifacts, tell))
         for n in range(DEATHS):
@@ -173,6 +177,10 @@ class Episode:
                 if self._box is box:
                     self._settle(found)
 
+    def _blame(self, actions: Sequence[BoxAction], *, verifies: bool) -> Blamed:
+        found = blame(actions, self._fresh, self._release, survived=self._survived)
+        return "provider" if found == "policy" and verifies and not self._verifies_untouched() else found
+
     def _settle(self, found: Blamed) -> None:
         self._blamed = found
         self._starter.count(found)
@@ -181,11 +189,14 @@ class Episode:
         """Whether the verifier gives a number in a box that no episode has touched."""
         try:
             return self._verify_apart(0, None, partial(self._tell, "reward_failed")) is not None
-        except (BoxGone, ProviderFailed) as error:
+        except ProviderFailed as error:
             self._tell_failed(error)
-            return False
+        except BoxGone as error:
+            text = f"no episode had touched this box of the Harbor task {self.task.name}, and it died at the verifier"
+            self._tell("reward_failed", f"{text}: {error}")
+        return False
 
-    def _tell_failed(self, error: BoxGone | ProviderFailed) -> None:
+    def _tell_failed(self, error: ProviderFailed) -> None:
         if isinstance(error, BuildFailed):
             self._tell("image_failed", f"the Harbor task {self.task.name}: {error}")
         else:

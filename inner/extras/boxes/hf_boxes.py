@@ -29,6 +29,7 @@ from inner.extras.boxes.box import (
     ProviderFailed,
     Ran,
     as_user,
+    fitting_words,
     read_output,
     wrapped_command,
 )
@@ -83,7 +84,7 @@ class HfBox:
         self._sdk, self._id, self._namespace, self._folder, self._made = sdk, id, namespace, folder, made
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
-        words = [*as_user(user), *wrapped_command(command, timeout_s, self._folder)]
+        words = fitting_words([*as_user(user), *wrapped_command(command, timeout_s, self._folder)])
         with _as_ours(BoxGone):
             ran = self._connected().run(words, timeout=timeout_s + KILL_AFTER_S + ANSWER_S, check=False)
             return Ran(137 if ran.timed_out else ran.exit_code, read_output(ran.stdout))

@@ -51,8 +51,8 @@ class KeptNamespaces:
         """Whether the box's first process runs. An episode can end it: `kill -9 -1`."""
         return _is_first(self._pid)
 
-    def words(self, folder: str) -> list[str]:
-        """Return the words in front of a command that runs in these namespaces and in `folder`.   Raises OSError.
+    def words(self) -> list[str]:
+        """Return the words in front of a command that runs in these namespaces, in /.   Raises OSError.
 
         The command has to get a standard input to which it can write BEGUN."""
         there = f"/proc/{self._pid}"
@@ -67,7 +67,7 @@ class KeptNamespaces:
             words += ["nsenter", "-t", pid, "--user", "--preserve-credentials", "--"]
         environ = Path(f"{there}/environ").read_text(errors="surrogateescape").split("\0")
         words += ["setpriv", "--no-new-privs", "env", "-i", *(pair for pair in environ if pair)]
-        return [*words, "sh", "-c", 'echo >&0; cd "$0" && exec "$@" </dev/null', folder]
+        return [*words, "sh", "-c", 'echo >&0; exec "$@" </dev/null', "_"]
 
     def close(self) -> None:
         """End every process of the box."""
@@ -76,13 +76,13 @@ class KeptNamespaces:
         self._process.wait()
 
 
-def kept_namespaces(words: Sequence[str], folder: str, note: Path) -> KeptNamespaces | None:
+def kept_namespaces(words: Sequence[str], note: Path) -> KeptNamespaces | None:
     """Return namespaces that commands can enter; None if there can be none.   note: a file for end_processes."""
     kept = KeptNamespaces(words)
     with suppress(OSError):  # also of a full disk, or of a box that another process removes
         kept.write_note(note)
         if kept.is_alive:
-            words = [*kept.words(folder), "true"]
+            words = [*kept.words(), "true"]
             if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
                 return kept
     kept.close()

@@ -47,7 +47,7 @@ from inner.tasks.harbor import MACHINES, build_fault, local_fault
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
 PROCESSES = "processes"  # in a box's folder: the number of the process that keeps the box's namespaces
 FOLDERS = ("app", "tests", "logs", "tmp", "solution")
-Wrap = Callable[[Path, str, str], list[str]]
+Wrap = Callable[[Path, str], list[str]]
 LACKS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EROFS}
 
 
@@ -62,8 +62,8 @@ def faults_of_machine(kind: type[BoxGone] | type[ProviderFailed]) -> Iterator[No
         raise kind(f"this machine cannot keep a local box: {error}. Free some space there, or end processes") from error
 
 
-def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
-    """Return the words of bwrap for a box.   root: its folder on this machine.   folder: where commands begin."""
+def bubblewrap(root: Path, user: str) -> list[str]:
+    """Return the words of bwrap for a box.   root: its folder on this machine."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
     words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
@@ -72,7 +72,7 @@ def bubblewrap(root: Path, folder: str, user: str) -> list[str]:
     for path in sorted(root.iterdir()):
         words += ["--bind", str(path), f"/{path.name}"]
     words += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]  # also inside a task's own /etc
-    return [*words, "--chdir", folder, "--"]
+    return [*words, "--chdir", "/", "--"]
 
 
 class LocalBoxes:
@@ -159,7 +159,8 @@ class LocalBox:
                 with faults_of_machine(BoxGone):
                     words, enters = self._words(user)
                     child = subprocess.Popen(
-                        [*words, *wrapped_command(command, timeout_s)], stdin=theirs if enters else subprocess.DEVNULL,
+                        [*words, *wrapped_command(command, timeout_s, self._folder)],
+                        stdin=theirs if enters else subprocess.DEVNULL,
                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
                     )  # fmt: skip
             finally:
@@ -182,7 +183,7 @@ class LocalBox:
     def _words(self, user: str) -> tuple[list[str], bool]:
         """Return the words in front of a command, and whether it enters the box's own namespaces, or gets new ones."""
         try:
-            words = self._wrap(self._root(), self._folder, user)
+            words = self._wrap(self._root(), user)
         except BoxGone:
             self._end_processes()
             raise
@@ -193,10 +194,10 @@ class LocalBox:
                 self._kept = None
             if is_root or not self._can_keep:
                 return words, False
-            self._kept = self._kept or kept_namespaces(words, self._folder, self._home / PROCESSES)
+            self._kept = self._kept or kept_namespaces(words, self._home / PROCESSES)
             self._can_keep = self._kept is not None
             with suppress(OSError):  # the episode has just ended all its processes
-                return (words, False) if self._kept is None else (self._kept.words(self._folder), True)
+                return (words, False) if self._kept is None else (self._kept.words(), True)
             return words, False
 
     def _end_processes(self) -> None:

@@ -30,6 +30,7 @@ from inner.extras.boxes.box import (
     ProviderFailed,
     Ran,
     as_user,
+    fitting_words,
     read_output,
     wrapped_command,
 )
@@ -98,7 +99,9 @@ class ModalBox:
 
     def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
         with _as_ours(self._sdk, BoxGone):
-            words = [*as_user(user), *wrapped_command(command, timeout_s, self._root())]
+            root = self._root()
+        words = fitting_words([*as_user(user), *wrapped_command(command, timeout_s, root)])
+        with _as_ours(self._sdk, BoxGone):
             limit = int(timeout_s + KILL_AFTER_S + ANSWER_S)
             code, raw = self._run(words, limit)
             return Ran(137 if code < 0 else code, read_output(raw))
