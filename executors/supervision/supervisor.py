@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from diloco.model.last_sweep import sweep_after_end
 from diloco.process import exitcodes
@@ -422,10 +423,8 @@ class Supervisor:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Be a detached run's supervisor (alone.py).   Jobs and detached processes name this function."""
-    from executors.supervision import alone
-
-    return alone.main(argv)
+    """Be a detached run's supervisor; jobs and detached processes name this function."""
+    return import_module("executors.supervision.alone").main(argv)
 
 
 if __name__ == "__main__":
