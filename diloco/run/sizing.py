@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -171,12 +172,16 @@ def stored_bytes(model: str, revision: str | None) -> int:
 
 
 def _metadata_on_the_hub(model: str, revision: str | None) -> Any:
-    """Return the Hub client's SafetensorsRepoMetadata."""
+    """Return the Hub client's SafetensorsRepoMetadata.   Raises ConfigError."""
+    return _asked_metadata(model, revision, os.environ.get("HF_ENDPOINT") or None)
+
+
+@cache
+def _asked_metadata(model: str, revision: str | None, endpoint: str | None) -> Any:
     from huggingface_hub import HfApi
 
     try:
-        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-        return api.get_safetensors_metadata(model, revision=revision)
+        return HfApi(endpoint=endpoint).get_safetensors_metadata(model, revision=revision)
     except Exception as error:  # no network, no such model, a private model, no safetensors: the same advice helps
         why = first_line(error)
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None

@@ -75,6 +75,13 @@ def size_lines(config: RunConfig, replicas: int, steps: int, devices: int = 1) -
     return [*lines(found, steps, keep_bytes(config.fleet.keep)), *_reward_model_lines(config)]
 
 
+def device_bytes(config: RunConfig, devices: int) -> int | None:
+    """Return the bytes that a replica needs on each of its devices; None if the model's size could not be read."""
+    if (sizes := _within(ASK_S, lambda: _sizes_of(config))) is None:
+        return None
+    return footprint(config, replicas=1, steps=1, devices=devices, **sizes).device
+
+
 def _sizes_of(config: RunConfig) -> dict[str, Any]:
     """Return numbers of parameters, from the headers of the model's files, here or on the Hub.   Raises ConfigError."""
     from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of

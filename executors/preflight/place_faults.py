@@ -70,7 +70,7 @@ def place_faults(
 def notes_about(
     config: RunConfig, url: str, places: Sequence[Place], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield notes about facts that cannot be checked from here."""
+    """Yield notes about facts that cannot be checked from here, and about GPUs that are too small."""
     for place in places:
         if place.executor == "modal" and place.secrets and (names := _needed_variables(url, environ)):
             yield f"not checked: that the Modal secret {' or '.join(place.secrets)} holds {', '.join(names)}"
@@ -84,6 +84,11 @@ def notes_about(
     endpoint = next((n for n in ENDPOINTS if environ.get(n)), "")
     if far and endpoint and url.startswith("s3://") and not any(endpoint in (*p.secrets, *p.env) for p in places):
         yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
+
+    if any(place.gpu for place in places):
+        from executors.preflight.needs.gpu_memory import notes_about_memory
+
+        yield from notes_about_memory(config, places)
 
 
 def devices_fault(config: RunConfig, place: Place) -> str:

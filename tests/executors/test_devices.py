@@ -1,6 +1,8 @@
 """Several devices for each replica of a place: what cannot have them, and which GPUs a slot gets."""
 
+import json
 import re
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_modal.kinds import BASE_MIB, MEMORY_MIB
 from executors.platforms.places import Place
 from executors.preflight import place_faults
+from executors.preflight.needs.gpu_memory import gigabytes_of
 from executors.preflight.quote import fitted_places
 
 
@@ -115,6 +118,34 @@ def test_a_place_s_gpu_says_its_number_of_devices(executor: str, gpu: str, devic
 )
 def test_devices_that_would_be_idle_or_unequal_are_told(place: Place, told: str) -> None:
     assert re.search(told, place_faults.devices_fault(RunConfig(), place))
+
+
+@pytest.mark.parametrize(
+    ("kind", "gigabytes"),
+    [
+        ("L4", 24), ("l4x4", 24), ("L40S", 48), ("l40sx8", 48), ("A10G", 24), ("a10g-largex4", 24), ("A100-40GB:2", 40),
+        ("a100-large", 80), ("H100!:8", 80), ("RTX-PRO-6000", 96), ("t4-small", 16), ("h200x8", 141), ("any", None),
+        ("A1000", None), ("0", None),
+    ],
+)  # fmt: skip
+def test_a_kind_s_name_says_its_memory(kind: str, gigabytes: int | None) -> None:
+    assert gigabytes_of(kind) == gigabytes
+
+
+def test_a_gpu_with_less_memory_than_a_replica_needs_is_told_before_it_is_rented(tmp_path: Path) -> None:
+    """Before, `plan` named 388 GB "on each of 8 devices" beside H100:8, and `train` named nothing."""
+    (tmp_path / "config.json").write_text("{}")
+    weights = json.dumps({"w.weight": {"dtype": "BF16", "shape": [60_000, 100_000], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(weights)) + weights)
+    places = [Place("modal", gpu=("H100", "H200", "any")), Place("modal", gpu=("L4",), actors=True)]
+    for name in ("p.jsonl", "r.py"):
+        (tmp_path / name).touch()
+    inner = {"model": str(tmp_path), "data": {"prompts": "p.jsonl"}, "rewards": {"function": "r.py:f"}}
+    config = RunConfig.from_dict({"inner": inner}, tmp_path)
+    (told,) = place_faults.notes_about(config, "s3://b/r", places)
+    assert told.startswith("warning: a replica needs 96 GB on each GPU (weights, gradients, Adam;")
+    assert told.endswith("and H100 has 80 GB. Name a larger kind, or train an adapter (inner.lora)")
+    assert not [*place_faults.notes_about(config, "s3://b/r", [Place("modal", gpu=("H100:2",))])], "shards of two"
 
 
 def test_a_node_of_four_has_memory_and_cores_for_four_processes() -> None:

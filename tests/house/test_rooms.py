@@ -93,9 +93,15 @@ def test_constraints_satisfy_the_requirements() -> None:
 LINK = re.compile(r"\]\(([^)#]+?)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize(
-    "page", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")), ids=lambda p: p.name
-)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_no_page_has_two_sides_of_a_merge() -> None:
+    marks = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.M)
+    assert [str(page) for page in PAGES if marks.search(page.read_text())] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         if not target.startswith(("http://", "https://")):
