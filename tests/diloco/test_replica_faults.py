@@ -382,7 +382,7 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     assert most <= keep, f"{most} bytes"
     at, state = state_at(fleet.run, fleet.model, None)
     assert at == steps and {state.digest()} == logged_digests(tmp_path / "run")[steps - 1]
-    gone = r"step 3 cannot be exported .* \(fleet.keep = 20 MB\) reaches back to step"
+    gone = r"θ_3 cannot be computed .* \(fleet.keep = 20 MB\) reaches back to step"
     with pytest.raises(ConfigError, match=gone) as told:
         state_at(fleet.run, fleet.model, 3)
     said = str(told.value).partition("reaches back to step ")[2].partition(". Use one")[0]

@@ -253,7 +253,7 @@ def test_one_step_alone_and_steps_that_cannot_be_had(run: Path) -> None:
         verified(run, 9)
     for path in [*run.glob("steps/0000000000/*/*.bin"), *run.glob("snapshots/0000000000/*.saf*")]:
         path.unlink()
-    with pytest.raises(ConfigError, match=r"step 1 cannot be .* any more.*reaches back to step 2"):
+    with pytest.raises(ConfigError, match=r"θ_1 cannot be .* any more.*reaches back to step 2"):
         verified(run, 1)
 
 

@@ -88,7 +88,7 @@ def test_a_run_whose_steps_were_collected_is_seen(tmp_path: Path, capsys: pytest
     assert main(["explain", run.url, "--step", "1"]) == 0 and "not known: " in capsys.readouterr().out
     assert main(["export", run.url, "--step", "1", "--to", str(tmp_path / "x")]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "step 1 cannot be" in told and "reaches back to step" in told, told
+    assert "θ_1 cannot be" in told and "reaches back to step" in told, told
     out = io.StringIO()
     assert write_lines(RunLooks(open_view(run.url, COSTS), SystemClock()), out, key_values) == 0
     assert "step=11" in out.getvalue()
