@@ -260,7 +260,7 @@ test-vllm: $(VLLM)/.installed $(SMOLLM2)
 	$(VLLM)/bin/python -m pytest -q -s tests/diloco/test_weights_vllm.py
 	$(VLLM)/bin/python -m pytest -q -s tests/inner/test_agents_vllm.py
 	$(VLLM)/bin/python -m pytest -q -s tests/inner/test_engines_real.py
-	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" --ignore-glob="*test_boxes*" tests/inner tests/diloco/test_lora.py tests/diloco/test_outer.py
+	$(VLLM)/bin/python -m pytest -q -n 2 -m "not slow" --ignore-glob="*test_boxes*" --ignore-glob="*_vllm.py" --ignore-glob="*_real.py" tests/inner tests/diloco/test_lora.py tests/diloco/test_outer.py
 
 # the second set of versions, and vLLM's CPU build, which is not of the project; the three that go are built for another torch
 $(VLLM)/.installed: pyproject.toml $(VLLM_PINS)

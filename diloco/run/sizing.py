@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def compute_seconds_of(config: RunConfig, parameters: int) -> float:
 
 def parameters_of(config: RunConfig) -> int:
     """Return the number of parameters of the run's model.  Raises ConfigError."""
-    return BUILT_IN.get(config.inner.model) or sum(map(prod, _shapes_of(config).values()))
+    return _parameters_in(config, _shapes_of(config))
 
 
 def trained_parameters_of(config: RunConfig) -> int | None:
@@ -79,10 +78,33 @@ def trained_parameters_of(config: RunConfig) -> int | None:
 
     In a .gguf file, all layers count, because their names differ.  The layers of a mixture of experts differ between
     its files and the loaded model, so the model is built, without its weights.   Raises ConfigError."""
-    lora, inner = config.inner.lora, config.inner
-    if lora is None:
+    return None if config.inner.lora is None else _trained_in(config, _shapes_of(config))
+
+
+def sizes_of(config: RunConfig) -> dict[str, Any]:
+    """Return the numbers that `footprint` takes; the shapes are read once.   Raises ConfigError.
+
+    parameters, trained: as above.   quantised: the base's parameters that inner.lora.base keeps in 4 bits."""
+    shapes, lora = _shapes_of(config), config.inner.lora
+    quantised = linear_shapes(shapes) if lora is not None and lora.base is not None else {}
+    return {
+        "parameters": _parameters_in(config, shapes),
+        "trained": _trained_in(config, shapes),
+        "quantised": sum(map(prod, quantised.values())),
+    }
+
+
+Shapes = Mapping[str, Sequence[int]]  # weight -> shape (out, in)
+
+
+def _parameters_in(config: RunConfig, shapes: Shapes) -> int:
+    return BUILT_IN.get(config.inner.model) or sum(map(prod, shapes.values()))
+
+
+def _trained_in(config: RunConfig, shapes: Shapes) -> int | None:
+    inner, gguf = config.inner, is_gguf_file(config.inner.model)
+    if (lora := inner.lora) is None:
         return None
-    gguf, shapes = is_gguf_file(inner.model), _shapes_of(config)
     if not gguf and any(".experts." in name or "router" in name for name in shapes):
         from inner.models.hub_model import cached_file
         from inner.models.lora import adapter_size
@@ -93,23 +115,15 @@ def trained_parameters_of(config: RunConfig) -> int | None:
     return adapter_parameters(shapes, lora.r, [] if gguf else lora.names, lora.freeze_a) or None
 
 
-def quantised_parameters_of(config: RunConfig) -> int:
-    """Count the base's parameters that inner.lora.base keeps in 4 bits: all linear layers but the head."""
-    if config.inner.lora is None or config.inner.lora.base is None:
-        return 0
-    return sum(prod(shape) for shape in linear_shapes(_shapes_of(config)).values())
-
-
-def _shapes_of(config: RunConfig) -> Mapping[str, Sequence[int]]:
+def _shapes_of(config: RunConfig) -> Shapes:
     """Return weight -> shape (out, in), by the headers of the model's files, here or on the Hub; {} if it is built in.
 
     Raises ConfigError."""
-    model, folder = config.inner.model, _folder_of(config)
-    if model in BUILT_IN:
+    if (model := config.inner.model) in BUILT_IN:
         return {}
     if is_gguf_file(model):
         return _shapes_of_gguf(model)
-    if folder is not None and (found := _shapes_of_folder(folder)):
+    if (folder := _folder_of(config)) is not None and (found := _shapes_of_folder(folder)):
         return found
     if Path(model).is_dir():
         raise ConfigError(f"{model} holds no .safetensors file to count parameters in; {_ADVICE}")
@@ -173,15 +187,11 @@ def stored_bytes(model: str, revision: str | None) -> int:
 
 def _metadata_on_the_hub(model: str, revision: str | None) -> Any:
     """Return the Hub client's SafetensorsRepoMetadata.   Raises ConfigError."""
-    return _asked_metadata(model, revision, os.environ.get("HF_ENDPOINT") or None)
-
-
-@cache
-def _asked_metadata(model: str, revision: str | None, endpoint: str | None) -> Any:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi(endpoint=endpoint).get_safetensors_metadata(model, revision=revision)
+        api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+        return api.get_safetensors_metadata(model, revision=revision)
     except Exception as error:  # no network, no such model, a private model, no safetensors: the same advice helps
         why = first_line(error)
         raise ConfigError(f"cannot count the parameters of {model}: {why}. {_ADVICE[0].upper()}{_ADVICE[1:]}") from None

@@ -83,14 +83,9 @@ def device_bytes(config: RunConfig, devices: int) -> int | None:
 
 
 def _sizes_of(config: RunConfig) -> dict[str, Any]:
-    """Return numbers of parameters, from the headers of the model's files, here or on the Hub.   Raises ConfigError."""
-    from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of
+    from diloco.run.sizing import sizes_of
 
-    return {
-        "parameters": parameters_of(config),
-        "trained": trained_parameters_of(config),
-        "quantised": quantised_parameters_of(config),
-    }
+    return sizes_of(config)
 
 
 def rate_line(config: RunConfig, replicas: int) -> str:

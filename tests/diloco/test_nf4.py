@@ -17,7 +17,7 @@ from diloco.outer.frozen import frozen_digest, refuse_changed_base
 from diloco.run.config import RunConfig
 from diloco.run.footprint import footprint
 from diloco.run.record import read_run
-from diloco.run.sizing import parameters_of, quantised_parameters_of, trained_parameters_of
+from diloco.run.sizing import sizes_of
 from executors.platforms.places import Place
 from executors.preflight.checks import check_places
 from executors.preflight.place_faults import few_bits
@@ -133,11 +133,11 @@ def test_a_plan_counts_four_bits_for_linear_layers(tmp_path: Path) -> None:
     publish_start(supervised(tmp_path), tmp_path / "model")
     text = {"loop": "supervised", "data": {"text": str(tmp_path / "a.txt")}}
     run = RunConfig.from_dict({"inner": {**text, "model": str(tmp_path / "model"), "lora": NF4}})
-    linear, whole, trained = quantised_parameters_of(run), parameters_of(run), trained_parameters_of(run)
+    whole, trained, linear = sizes_of(run).values()
     model, _ = load_start(tmp_path / "model", "float32")
     linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     assert linear == sum(m.weight.numel() for m in linears) < whole
     assert trained is not None
     found = footprint(run, whole, 2, 4, trained, linear)
     assert found.device == pytest.approx(4 * (whole - linear) + 0.516 * linear + 16 * trained, abs=1)
-    assert not quantised_parameters_of(RunConfig.from_dict({"inner": {"model": "toolworld", "lora": LORA}}))
+    assert not sizes_of(RunConfig.from_dict({"inner": {"model": "toolworld", "lora": LORA}}))["quantised"]

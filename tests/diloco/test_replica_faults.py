@@ -385,7 +385,7 @@ def test_the_bytes_on_disk_stay_within_the_budget_while_replicas_are_killed_and_
     gone = r"θ_3 cannot be computed .* \(fleet.keep = 20 MB\) reaches back to step"
     with pytest.raises(ConfigError, match=gone) as told:
         state_at(fleet.run, fleet.model, 3)
-    said = str(told.value).partition("reaches back to step ")[2].partition(". Use one")[0]
+    said = str(told.value).partition("reaches back to step ")[2].partition(". Name one")[0]
     for step in map(int, re.findall(r"\d+", said)):  # the room for older snapshots depends on late replicas
         assert state_at(fleet.run, fleet.model, step)[0] == step, told.value
 

@@ -11,6 +11,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -213,10 +214,15 @@ LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 
 HYBRID = {"layer_types": ["attention"], "shared_intermediate_size": 16, "mamba_n_heads": 4, "mamba_d_head": 8}
 
 
+INT_LOSS = pytest.mark.xfail(
+    transformers.__version__ == "5.17.0", reason="vLLM's version returns this model's router loss as the int 0"
+)
+
+
 @pytest.mark.parametrize(
     ("cls", "config", "more"),
     [
-        (GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, HYBRID),
+        pytest.param(GraniteMoeHybridForCausalLM, GraniteMoeHybridConfig, HYBRID, marks=INT_LOSS),
         (Llama4ForCausalLM, Llama4TextConfig, {"num_experts_per_tok": 1, "intermediate_size_mlp": 16, "head_dim": 8}),
     ],
 )
