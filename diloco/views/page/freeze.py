@@ -40,10 +40,10 @@ FILE = "report.html"
 _BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # uPlot's short banner; the page has the whole licence
 
 
-def write_frozen(data: Mapping[str, Any], folder: Path) -> Path:
-    """Write folder/report.html and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE
+def write_frozen(data: Mapping[str, Any], to: Path) -> Path:
+    """Write the page and return its path.   to: a folder, for its report.html, or a name of its own with .html."""
+    path = to if to.suffix == ".html" and not to.is_dir() else to / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(frozen_page(data))
     return path
 

@@ -22,13 +22,13 @@ from rendezvous.errors import GaveUp, RendezvousError, StoreUnclear
 from rendezvous.store import Readable, Store
 
 
-def write_page(report: Report, store: Readable, folder: Path, now: float) -> Path:
-    """Write folder/report.html; return its path.   now: Unix time.   Raises UsageError."""
+def write_page(report: Report, store: Readable, to: Path, now: float) -> Path:
+    """Write the page; return its path.   to: as in write_frozen.   now: Unix time.   Raises UsageError."""
     try:
-        return write_frozen(whole_page(report, store, now), folder)
+        return write_frozen(whole_page(report, store, now), to)
     except OSError as error:
         raise UsageError(
-            f"the page cannot be written into the folder {folder}: {error.strerror}. Name another one: --to FOLDER"
+            f"the page cannot be written to {to}: {error.strerror}. Name another folder: --to FOLDER"
         ) from None
 
 

@@ -45,7 +45,9 @@ def add_verbs(verbs: Any) -> None:
     value(logs, "--tail", "N", "print only the last N lines", type="natural")
     add_run_verb(verbs, "costs", "show the costs of a run so far, by replica and place", patient(_costs))
     report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
-    value(report, "--to", "DIR", "folder to write to (default: the run's folder; for a bucket, the working directory)")
+    value(
+        report, "--to", "DIR", "folder, or NAME.html (default: the run's folder; for a bucket, the current one)"
+    )
     flag(report, "--publish", help="also write the page into the bucket, below page/")
     flag(report, "--png", help="also write report.png, a picture of the page")
     text = "compare two runs: the settings that differ, and the curves side by side"
@@ -148,15 +150,15 @@ def _report(args: Namespace) -> Answer:
     view, reader = _opened(args.run, EVERYTHING)
     report = reader.refresh()
     note_chain_damage(report, view.run.store, FOLDERS)
-    folder = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
+    to = Path(args.to) if args.to else Path(getattr(view.run.store, "root", "."))
     now = time.time()
-    page = write_page(report, view.run.store, folder, now)
+    page = write_page(report, view.run.store, to, now)
     data = {**status.status_dict(report, now), "page": str(page)}
     wrote = f"\nwrote {page}"
     if args.png:
         from diloco.views.page.charts import write_picture
 
-        data["picture"] = str(write_picture(report, folder))
+        data["picture"] = str(write_picture(report, page.parent))
         wrote += f" and {data['picture']}"
     with warnings_said():
         late = late_rewards_of(report, view.run.store, view.run.record.nonce)
