@@ -4,6 +4,7 @@
     take_free_slot    slot "auto": the first free slot; with a supervisor, a slot that it never fills
     agree_on_run      run.json by outer settings and parameters; in a launched script's run, script.json
     open_session      the session of a replica that a program starts, or that `diloco launch` started for it
+    tell_first_wait   a line on stderr if the first outer step waits for other replicas
     launched_session  the session that a replica's process holds for the script which it runs
     refuse_second     a process trains in a run once: θ of a finished run would replace the second training
 
@@ -11,6 +12,8 @@ Not promised: that such a run can be exported; its model is in the program, unle
 """
 
 import os
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
@@ -31,6 +34,7 @@ from rendezvous.stores.run_key import run_key, under_key
 
 AUTO = "auto"  # in place of a slot: choose a free slot
 LAUNCHED: dict[str, Session] = {}  # one_spelling(URL) -> the session of the process that runs a user's script for it
+TELL_S, LOOK_S = 10.0, 1.0  # seconds of waiting after which it is told; seconds between two looks
 OPENED = set[str]()  # one_spelling(URL) of runs in which this process has opened a session by itself
 
 
@@ -50,7 +54,23 @@ def open_session(
     store = _reach(run, clock)
     slot, generation = take_free_slot(store, clock) if slot == AUTO else (slot, 0)
     ensure_slot(store, clock, slot, **desired)
-    return Session(store, slot, clock=clock, generation=generation, **settings)
+    session = Session(store, slot, clock=clock, generation=generation, **settings)
+    threading.Thread(target=tell_first_wait, args=(session, SystemClock()), name=f"waits-{slot}", daemon=True).start()
+    return session
+
+
+def tell_first_wait(session: Session, clock: Clock) -> None:
+    """Print what this replica waits for if its first outer step takes long to close: you may have to start others.
+
+    Later waits are in `diloco status`."""
+    status, step, since = session.rv.members.status, -1, 0.0
+    while status.phase != "left" and step in (-1, status.step):
+        if status.phase == "wait" and step < 0:
+            step, since = status.step, clock.now()
+        if step >= 0 and clock.now() - since >= TELL_S and (why := status.note):
+            print(f"{session.rv.name} waits in outer step {step}: it {why}", file=sys.stderr, flush=True)
+            return
+        clock.sleep(LOOK_S)
 
 
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:

@@ -1,12 +1,14 @@
 """Slot "auto": a free slot for a process that was started by hand."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from diloco.run.library import ensure_slot, first_replicas, take_free_slot
+from diloco.run.library import ensure_slot, first_replicas, take_free_slot, tell_first_wait
 from rendezvous import layout
-from rendezvous.agreement.membership import claim, read_control, write_control
+from rendezvous.agreement.membership import BeatStatus, claim, read_control, write_control
 from rendezvous.records.records import Leave
 from rendezvous.store import put_once
 from rendezvous.stores.memory import MemoryStore
@@ -70,3 +72,23 @@ def test_rows_are_shared_by_the_first_number_of_replicas(tmp_path: pytest.TempPa
     write_control(open_store(url), ManualClock(), replicas=3, min_replicas=1)
     write_control(open_store(url), ManualClock(), replicas=5)
     assert first_replicas(url) == 3
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(5.0, 0), (60.0, 1)])
+def test_a_first_step_that_stays_open_says_once_what_it_waits_for(
+    seconds: float, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README's loop was started once, and printed nothing: it waited for a second process."""
+    status = BeatStatus()
+    begun = {3.0: ("train", 4), 5.0: ("wait", 4), 5.0 + seconds: ("train", 5), 80.0: ("wait", 5), 120.0: ("left", 5)}
+
+    class Clock(ManualClock):
+        def sleep(self, pause: float) -> None:
+            super().sleep(pause)
+            if (now := begun.get(self.now())) is not None:
+                status.enter_phase(*now)
+                status.note = "needs min_replicas=2" if now[0] == "wait" else ""
+
+    session: Any = SimpleNamespace(rv=SimpleNamespace(name="r00-1", members=SimpleNamespace(status=status)))
+    tell_first_wait(session, Clock())
+    assert capsys.readouterr().err == "r00-1 waits in outer step 4: it needs min_replicas=2\n" * lines
