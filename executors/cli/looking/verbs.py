@@ -45,9 +45,7 @@ def add_verbs(verbs: Any) -> None:
     value(logs, "--tail", "N", "print only the last N lines", type="natural")
     add_run_verb(verbs, "costs", "show the costs of a run so far, by replica and place", patient(_costs))
     report = add_run_verb(verbs, "report", "the run as a page in one file, report.html", patient(_report))
-    value(
-        report, "--to", "DIR", "folder, or NAME.html (default: the run's folder; for a bucket, the current one)"
-    )
+    value(report, "--to", "DIR", "folder, or NAME.html (default: the run's folder; for a bucket, the current one)")
     flag(report, "--publish", help="also write the page into the bucket, below page/")
     flag(report, "--png", help="also write report.png, a picture of the page")
     text = "compare two runs: the settings that differ, and the curves side by side"
