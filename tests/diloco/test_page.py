@@ -197,7 +197,8 @@ def tags_of(page: bytes) -> Tags:
 
 def test_the_frozen_page_asks_nobody_for_anything(tmp_path, report: Report) -> None:
     page = write_frozen(page_data(report, T0), tmp_path / "new").read_bytes()
-    own = write_frozen(page_data(report, T0), tmp_path / "mine" / "run.html")  # it was a folder of that name
+    for _ in range(2):  # it was a folder of that name
+        own = write_frozen(page_data(report, T0), tmp_path / "mine" / "run.html")
     assert own == tmp_path / "mine" / "run.html" and own.read_bytes() == page
     assert all(target.startswith("#") or target == "data:," for target in tags_of(page).loaded)
     assert b"connect-src 'none'" in page and b"default-src 'none'" in page

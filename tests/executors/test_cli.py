@@ -307,7 +307,7 @@ def test_report_writes_into_the_runs_folder(capsys, run):
 def test_report_into_what_is_no_folder_names_another(capsys, run, tmp_path):
     (tmp_path / "page.html").write_text("mine")
     code, _, err = say(capsys, "report", run.url, "--to", str(tmp_path / "page.html"))
-    assert code == 2 and "File exists. Name another one: --to FOLDER" in err and "Errno" not in err
+    assert code == 2 and "File exists. Name another folder: --to FOLDER" in err and "Errno" not in err
     assert (tmp_path / "page.html").read_text() == "mine"
 
 

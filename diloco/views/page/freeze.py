@@ -19,8 +19,10 @@ another page; a seal does not cover it.
 """
 
 import base64
+import errno
 import hashlib
 import html
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -41,8 +43,12 @@ _BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # uPlot's short banner; the page
 
 
 def write_frozen(data: Mapping[str, Any], to: Path) -> Path:
-    """Write the page and return its path.   to: a folder, for its report.html, or a name of its own with .html."""
+    """Write the page and return its path.   to: a folder, for its report.html, or a name of its own with .html.
+
+    Raise FileExistsError for another file of that name."""
     path = to if to.suffix == ".html" and not to.is_dir() else to / FILE
+    if path is to and path.exists() and b"diloco</title>" not in path.read_bytes():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(frozen_page(data))
     return path
