@@ -219,7 +219,7 @@ class _Session(StandIn):
             loop.train(lambda: False)
 
     def _threads(self) -> int:
-        """Return the threads that a bundle of the session records; this process's, if none of LOOKED_AT is its."""
+        """Return the number of threads in a record of the session's bundles; this process's if none is found."""
         keys = self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/")
         for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
             with suppress(RendezvousError):

@@ -20,7 +20,7 @@ AGAIN_S = 2.0  # seconds between two tries
 
 
 def full_disk_words(error: Exception, what: str) -> str:
-    """Return the message that there is no space for `what`, and in which folder."""
+    """Return the message that a folder has no space left.   what: the thing that needs the space."""
     name = getattr(error, "filename", None)
     where = os.path.dirname(name) if isinstance(name, str) else _temporary_folder(error)
     return f"no space left on this machine's disk for {what} ({where})"

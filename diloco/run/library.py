@@ -6,6 +6,7 @@
     open_session      the session of a replica that a program starts, or that `diloco launch` started for it
     tell_first_wait   a line on stderr if the first outer step waits for other replicas
     launched_session  the session that a replica's process holds for the script which it runs
+    refuse_other_run  a launched script whose StoreManager names another run
     refuse_second     a process trains in a run once: θ of a finished run would replace the second training
 
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
@@ -47,7 +48,7 @@ def open_session(
     """
     if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held
-    refuse_other_names(run, slot)
+    refuse_other_run(run, slot)
     if not url_of(run).startswith("memory://"):  # replicas of such a run are all in this process
         refuse_second(run)
         OPENED.add(one_spelling(run))
@@ -87,7 +88,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     return session
 
 
-def refuse_other_names(run: str | Store, slot: str) -> None:
+def refuse_other_run(run: str | Store, slot: str) -> None:
     """Raise OuterError in a launched script that names a run or slot of its own, before it has joined the launched run.
 
     Else each replica would wait, alone, for the others of a run that has no other replicas."""

@@ -415,7 +415,8 @@ def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
     file = None if folder is None else folder / "requirements.txt"
     if file is not None and file.is_file():
         lines = (COMMENT.sub("", line).strip() for line in _decoded(file.read_bytes()).splitlines())
-        told += [line for line in lines if line and not line.startswith(("-", ".", "/", "file:"))]  # here
+        own = ("-", ".", "/", "file:")  # pip's options, and files of this machine
+        told += [line for line in lines if line and not line.startswith(own)]
     found: dict[str, str] = {}
     for text in told:
         try:

@@ -29,7 +29,7 @@ DEFAULT = "/app"  # the working folder without WORKDIR
 
 @dataclass
 class Seen:
-    """What the read files' content does not show.   left: links that no box gets.   programs: paths of executables."""
+    """Facts that no file's content has.   left: links that no box gets.   programs: paths of executables."""
 
     left: list[Path] = field(default_factory=list[Path])
     programs: set[str] = field(default_factory=set[str])

@@ -577,7 +577,7 @@ def test_a_loop_that_names_a_run_of_its_own_is_refused_until_it_has_joined(monke
     with pytest.raises(OuterError, match=r'has the run "runs/loop" and the slot "r00".* slot "r01"\. Write Store'):
         StoreManager("runs/loop", "r00")
     status.phase = "left"
-    library.refuse_other_names("runs/next", "r00")
+    library.refuse_other_run("runs/next", "r00")
 
 
 @pytest.mark.slow

@@ -32,10 +32,12 @@ def gigabytes_of(kind: str) -> int | None:
 
 def notes_about_memory(config: RunConfig, places: Sequence[Place]) -> Iterator[str]:
     """Yield a warning for each kind of GPU that has less memory than a replica needs."""
+    if config.script is not None:  # its model is not known
+        return
     known = {(p.devices, kind): has for p in places if not p.actors for kind in p.gpu if (has := gigabytes_of(kind))}
-    for (devices, kind), has in known.items() if config.script is None else ():
-        needs = device_bytes(config, devices)
-        if needs is not None and needs > has * 10**9:
+    needed = {devices: device_bytes(config, devices) or 0 for devices in {devices for devices, _ in known}}
+    for (devices, kind), has in known.items():
+        if (needs := needed[devices]) > has * 10**9:
             yield (
                 f"warning: a replica needs {byte_size(needs)} on each GPU (weights, gradients, Adam; activations and "
                 f"generation come on top), and {kind} has {has} GB. Name a larger kind{_or_less(config, devices)}"
