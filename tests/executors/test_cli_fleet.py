@@ -31,6 +31,8 @@ from executors.supervision.lease import Lease
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
+from rendezvous.records.records import Claim
+from rendezvous.store import put_once
 from tests.executors.test_cli import CONFIG, ROOT, complaint, config, run, say  # noqa: F401  (fixtures)
 from tests.support.command import asked, verbs
 from tests.support.fleet import TEXT
@@ -477,7 +479,16 @@ def test_a_slot_that_does_not_exist(capsys, run, verb):  # noqa: F811
 
 
 def test_logs_of_a_slot_that_was_not_launched_yet(capsys, run):  # noqa: F811
-    assert "r00 has not been launched yet" in complaint(capsys, "logs", run.url, "r00")
+    write_control(run.store, SystemClock(), replicas=3)
+    assert "r02 has not been launched yet" in complaint(capsys, "logs", run.url, "r02")
+
+
+def test_the_log_of_a_slot_that_ran_elsewhere_is_told_by_its_session(capsys, run):  # noqa: F811
+    """Before: "r00 has not been launched yet", on another machine than the one of its processes."""
+    claim = Claim("r00", 2, "n", 1.0, host="their-laptop~1f", pid=5)
+    put_once(run.store, SystemClock(), layout.claim_key("r00", 2), claim.encode())
+    said = complaint(capsys, "logs", run.url, "r00")
+    assert "the log of r00 is on their-laptop, and" in said and f"diloco logs {run.url} r00-2" in said
 
 
 @pytest.mark.parametrize("spelled", ["file://", ""])

@@ -20,6 +20,7 @@ from typing import Any
 
 from diloco.events import LAUNCH_BEGINS
 from diloco.process.journal import read_log
+from diloco.process.processes import host_words
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, Report, read_report, shown
 from diloco.runlog.scope import COSTS
@@ -33,7 +34,7 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.lease import supervisor_of
 from executors.supervision.slots.slot_state import handle_in, is_from_launch
 from rendezvous import layout
-from rendezvous.agreement.membership import Wanted
+from rendezvous.agreement.membership import Wanted, newest_claim
 from rendezvous.clock import SystemClock
 from rendezvous.store import Store
 from rendezvous.stores.ahead import Ahead
@@ -94,7 +95,7 @@ def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
         elif slot == SUPERVISOR and own.exists():
             yield _supervisor_log(url, LogFile(own))
         else:
-            raise UsageError(_why_no_log(slot, wanted, found))
+            raise UsageError(_why_no_log(slot, run, wanted, found))
     finally:
         executor.close()
 
@@ -142,9 +143,14 @@ def _session_in_words(session: SessionSummary, report: Report, store: Store) -> 
             yield from map(str, e["tail"])
 
 
-def _why_no_log(slot: str, wanted: Wanted, found: dict[str, Handle]) -> str:
+def _why_no_log(slot: str, run: Run, wanted: Wanted, found: dict[str, Handle]) -> str:
     there = sorted({*slots_of(wanted.replicas), *wanted.member_names, *found})
     if slot in there:
+        if claim := newest_claim(run.store, slot):
+            return (
+                f"the log of {slot} is on {host_words(claim.host) or 'the machine where it ran'}, and its user can read "
+                f"it there. What the bucket has: diloco logs {shlex.quote(run.url)} {slot}-{claim.generation}"
+            )
         return f"{slot} has not been launched yet; `diloco status` shows the reason for the wait"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine; look where it was started"
