@@ -6,6 +6,7 @@
 Not promised: information about processes of other machines; a name that stays the same after a reboot.
 """
 
+import calendar
 import hashlib
 import os
 import socket
@@ -55,11 +56,13 @@ def _read_process(pid: int) -> tuple[bool, int] | None:
 
 
 def _look_by_ps(pid: int) -> tuple[bool, int] | None:
-    shown = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    plain = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}  # else the date is in the user's language and time zone
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)
     state, _, began = shown.stdout.strip().partition(" ")
     if not began:
         return None
-    return not state.startswith("Z"), int(time.mktime(time.strptime(began.strip())))
+    return not state.startswith("Z"), calendar.timegm(time.strptime(began.strip()))
 
 
 @cache

@@ -29,7 +29,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import claim, write_control
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull, StoreGone, StoreReadOnly, StoreRefused
-from rendezvous.machine import machine_name
+from rendezvous.machine import is_alive, machine_name, start_ticks
 from rendezvous.records.records import Beat, Leave, new_nonce
 from rendezvous.store import Body, Buffer
 from rendezvous.stores.files import FileStore
@@ -304,6 +304,17 @@ def test_two_containers_of_one_name_are_two_machines() -> None:
         pytest.skip(f"no PID namespace here: {there.stderr}")
     assert here == machine_name() != there.stdout.strip()
     assert host_words(here) == host_words(there.stdout.strip()) == socket.gethostname()
+
+
+def test_macos_is_asked_for_a_start_in_no_language_and_no_time_zone(tmp_path: Path, monkeypatch) -> None:
+    """Before: strptime's ValueError for "Mo 30 Nov", and another start for a command in another time zone."""
+    ps = tmp_path / "ps"
+    ps.write_text('#!/bin/sh\n[ "$LC_ALL $TZ" = "C UTC" ] && echo "Ss  Mon Nov 30 13:54:20 2026" || echo "S Mo 30"\n')
+    ps.chmod(0o755)
+    for name, value in {"PATH": str(tmp_path), "LC_ALL": "de_DE.UTF-8", "TZ": "Europe/Berlin"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert start_ticks(os.getpid()) == 1796046860 and is_alive(os.getpid(), 1796046860)
 
 
 # -------------------------------------------------------------------- cards and logs
