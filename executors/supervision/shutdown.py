@@ -22,7 +22,7 @@ A purge does not remove images, secrets and weights, because other runs may use 
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from executors.supervision.lease import Lease, supervisor_of, timed_request_s
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields
+from executors.supervision.slots.slots import PUBLISH
 from rendezvous import layout
 from rendezvous.agreement.membership import REQUESTS, read_beat, read_control, read_leave
 from rendezvous.agreement.salvage import read_standing_control
@@ -292,7 +293,8 @@ def prove_ends(store: Store, clock: Clock, launches: Launches, patience: Patienc
         clock.sleep(PAUSE_S)
     found = [_prove_claim_end(store, c, before[c.slot], over, can_beat=patience.can_beat) for c in claims]
     found += [_launch_end(launches, h) for h in launches.there]
-    found += _never_began(launches, {c.slot for c in claims})
+    done = (SUPERVISOR, PUBLISH) if store.get(layout.MODEL_MANIFEST) is not None else (SUPERVISOR,)
+    found += _never_began(launches, {c.slot for c in claims}, done)
     supervisor = _other_supervisor(store)
     if supervisor is not None:
         where = host_words(supervisor.host)
@@ -302,10 +304,12 @@ def prove_ends(store: Store, clock: Clock, launches: Launches, patience: Patienc
     return found
 
 
-def _never_began(launches: Launches, claimed: set[str]) -> list[End]:
-    """Return the ends of launches whose slots were never claimed, so that there are no heartbeats."""
+def _never_began(launches: Launches, claimed: set[str], done: Sequence[str]) -> list[End]:
+    """Return the ends of launches whose slots were never claimed, so that there are no heartbeats.
+
+    done: slots to leave out: the supervisor's, and the publisher's after it has written θ₀."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
-    ended = [(s.handle, f"{s.state}, {s.reason}") for s in over if s.handle.slot not in (*claimed, SUPERVISOR)]
+    ended = [(s.handle, f"{s.state}, {s.reason}") for s in over if s.handle.slot not in (*claimed, *done)]
     found = [End(launch_name(h), False, f"{h.executor} ({h.native or 'no process'}): {how}") for h, how in ended]
     unseen = launches.there or launches.strangers or launches.out_of_reach
     if not (found or claimed or unseen) and launches.begun:

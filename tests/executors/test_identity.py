@@ -3,6 +3,7 @@
 Real processes: `bystander` is the operator's own and says nothing, `worker` says for which runs it works.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -194,6 +195,20 @@ def test_a_process_without_a_claim_ends_though_its_exit_code_cannot_be_written(
     ends = stop_run(Unwritable(store.root), clock, 2.0, lambda text: None, executor)
     assert ends and not [e for e in ends if e.live], ends
     assert child.wait(10) == -asked
+
+
+def test_stop_does_not_name_the_publisher_of_a_model_that_is_there(store: FileStore, start: Start) -> None:
+    """Before: "publish.1    local (no process): SUCCEEDED" beside the replicas of each detached run."""
+    child = start(store.url)
+    card = Handle(store.url, "publish", 1, "local", **identity(child.pid))
+    stem = make_process_folder(store.url) / "publish.1"
+    create_process_file(str(stem), card.to_dict())
+    Path(f"{stem}.exit").write_text(json.dumps({"pid": card.pid, "started": card.started, "code": 0}))
+    child.kill()
+    child.wait(10)
+    assert list(stop(store)) == ["publish.1"]
+    store.put(layout.MODEL_MANIFEST, b"{}")
+    assert stop(store) == {}
 
 
 HOSTILE: dict[str, Callable[[subprocess.Popen], dict[str, Any]]] = {

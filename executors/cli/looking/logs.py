@@ -147,10 +147,9 @@ def _why_no_log(slot: str, run: Run, wanted: Wanted, found: dict[str, Handle]) -
     there = sorted({*slots_of(wanted.replicas), *wanted.member_names, *found})
     if slot in there:
         if claim := newest_claim(run.store, slot):
-            return (
-                f"the log of {slot} is on {host_words(claim.host) or 'the machine where it ran'}, and its user can read "
-                f"it there. What the bucket has: diloco logs {shlex.quote(run.url)} {slot}-{claim.generation}"
-            )
+            where = host_words(claim.host) or "the machine where it ran"
+            bucket = f"diloco logs {shlex.quote(run.url)} {slot}-{claim.generation}"
+            return f"the log of {slot} is on {where}, and its user can read it there. What the bucket has: {bucket}"
         return f"{slot} has not been launched yet; `diloco status` shows the reason for the wait"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine; look where it was started"
