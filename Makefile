@@ -17,6 +17,7 @@
 # make test-engines  SmolLM2 in the real llama.cpp and MLX as an actor's engine; llama-cpp-python, compiled, in an environment of its own
 # make test-boxes    boxes through E2B's own SDK, in an environment of its own
 # make test-deletion  Feature Deletion's tasks from five packages of PyPI, fetched into .venv/sdists
+# make test-lowest  the fast tests with the oldest versions that pyproject.toml allows, in an environment of its own
 # make coverage  the fast tests with coverage.py; the table goes to docs/internals/coverage.md
 # make dist     wheel and sdist into dist/, checked with twine, and `diloco demo` of the wheel in an environment of its own
 # make docs     the documentation as a site, in site/; its builder in an environment of its own below .venv
@@ -47,6 +48,7 @@ OPENENV := $(VENV)/openenv
 REPLAYSIM := $(VENV)/replaysim
 ENGINES := $(VENV)/engines
 BOXES := $(VENV)/boxes
+LOWEST := $(VENV)/lowest
 SDISTS := $(VENV)/sdists
 DOCS := $(VENV)/docs
 VLLM_PINS := executors/platforms/packages/constraints-vllm.txt
@@ -58,7 +60,7 @@ CLOCKED := $(addprefix tests/,diloco/test_watchdog.py diloco/test_outer_safety.p
 # else each process that a test starts compiles the project again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-nf4 test-replaysim test-vllm smollm2 azurite bench check lint faults clean
+.PHONY: dist install demo real docs test test-slow test-gpu coverage test-trackers test-lightning test-tasks test-backends test-toploc test-openenv test-engines test-boxes test-deletion test-lowest test-nf4 test-replaysim test-vllm smollm2 azurite bench check lint faults clean
 
 install: $(VENV)/.installed
 
@@ -251,6 +253,19 @@ $(NF4)/.installed: | install
 	@$(BIN)/python -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' \
 	  > $$($(NF4)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/behind.pth
 	$(NF4)/bin/pip install -q --disable-pip-version-check --no-deps bitsandbytes==0.50.2
+	@touch $@
+
+# the tests' own tools are as in .venv, and so is httpx2, which comes with newer versions of huggingface_hub
+TOOLS := httpx2|pytest|pytest-timeout|pytest-xdist|hypothesis|moto|boto3|botocore|s3fs|aiobotocore|s3transfer|fsspec|greenlet|websockets
+
+test-lowest: $(LOWEST)/.installed
+	$(LOWEST)/bin/python -m pytest -q -n 3 --dist worksteal -m "not slow" tests/rendezvous tests/inner tests/diloco tests/executors
+
+$(LOWEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install -q --disable-pip-version-check uv
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python $$(grep -E '^($(TOOLS))==' constraints.txt)
 	@touch $@
 
 # replicas of the first test take one core each; VLLM_CPU_KVCACHE_SPACE and the like are set there. A process can have
