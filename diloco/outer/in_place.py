@@ -12,6 +12,8 @@ arithmetic are torchft's own. The resulting bits are the same (a test compares b
 fresh pages for every new tensor and gives them back; this took most of the time of a sync on a CPU.  Only one fragment
 is synced at a time, so all fragments share the memory of the largest Δ.
 
+A machine for which torchft has no wheel takes streaming.py's classes in its place.
+
 Not promised: α > 0, whose merge needs the local values after the step; a Manager whose collectives may still write
 to Δ after its outer step (an aborted Gloo collective).  These cases use torchft's unmodified class.
 """
@@ -20,9 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchft.local_sgd import DiLoCo, _StreamingDiLoCoFragment
 
 from diloco.outer.flat import FlatFragment, OuterError
+
+try:
+    from torchft.local_sgd import DiLoCo, _StreamingDiLoCoFragment
+except ModuleNotFoundError as missing:
+    if missing.name != "torchft":
+        raise
+    from diloco.outer.streaming import DiLoCo
+    from diloco.outer.streaming import StreamingFragment as _StreamingDiLoCoFragment
 
 __all__ = ["DiLoCo", "InPlaceDiLoCo"]
 

@@ -1,6 +1,7 @@
 """The arithmetic of the outer loop: reference, bits, property, and torchft's class around it (lean and as it is)."""
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -376,6 +377,45 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
     for part, theta in zip(lean.fragments, lean.thetas, strict=True):
         assert part.flat.data_ptr() == theta.data_ptr(), "a vector less than torchft's"
     assert all(p.flat.data_ptr() != t.data_ptr() for p, t in zip(stock.fragments, stock.thetas, strict=True))
+
+
+class Without:
+    """An importer to which a package is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 0, 0.0), (3, 1, 0.0), (1, 2, 0.5), (3, 1, 0.3)])
+def test_a_machine_without_torchft_takes_its_steps(dtype, fragments, delay, alpha, monkeypatch) -> None:
+    """torchft has wheels for Linux on x86-64 alone, so a Mac could not install the project."""
+
+    def trained(name: str) -> tuple[list[torch.Tensor], list[str], str]:
+        torch.manual_seed(0)
+        model, manager, bases = Net().to(dtype), MockManager(f"{name}-{dtype}-{fragments}-{alpha}", replicas=1), []
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        settings: dict[str, Any] = {"fragments": fragments, "fragment_sync_delay": delay}
+        with make_diloco(model, optimizer, manager, sync_every=9, **settings, fragment_update_alpha=alpha) as loop:
+            for _ in range(6):
+                steps = plain_steps(model, optimizer, 9)
+                bases.append(manager.session.rv.base)
+        manager.shutdown()
+        return steps, bases, type(loop.diloco).__mro__[-2].__module__
+
+    *theirs, module = trained("with")
+    assert module == "torchft.local_sgd"
+    for name in [one for one in sys.modules if f"{one}.".startswith(("torchft.", "diloco.outer.in_place."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("torchft"), *sys.meta_path])
+    *ours, module = trained("without")
+    assert module == "diloco.outer.streaming"
+    assert ours[1] == theirs[1] and all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+    assert len(set(ours[1])) == 6, "θ moved in every round"
 
 
 def test_the_progress_counts_inner_steps_over_rounds_and_the_parents(fresh: str) -> None:
