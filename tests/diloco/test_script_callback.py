@@ -562,7 +562,9 @@ def test_the_logged_loss_is_a_mean_over_the_steps_that_were_taken(tmp_path: Path
     steps = [[one["step"] for one in trainer.state.log_history if "loss" in one] for trainer in (first, second)]
     losses = [one["loss"] for trainer in (first, second) for one in trainer.state.log_history if "loss" in one]
     assert 6 not in steps[0] and 8 in steps[0] and steps[1][0] > 8, f"neither jumped: {steps}"
-    assert set(losses) == {1.0} and second.state.log_history[-1]["train_loss"] == pytest.approx(1.0)
+    assert set(losses) == {1.0}
+    if hasattr(second, "_initial_global_step"):  # older releases of transformers divide by all steps of the run
+        assert second.state.log_history[-1]["train_loss"] == pytest.approx(1.0)
 
 
 class Looks(TrainerCallback):

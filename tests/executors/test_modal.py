@@ -22,13 +22,14 @@ from typing import Any
 
 import modal
 import pytest
+from packaging import markers
 
 from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.run.record import Run, read_run
 from diloco.runlog.reader import SUPERVISOR, read_report
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Unavailable
-from executors.platforms.on_modal import client
+from executors.platforms.on_modal import client, image
 from executors.platforms.on_modal.app import CRASHES, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.on_modal.image import pinned_requirements
@@ -100,6 +101,20 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
         f"{HOME}/{name}" for name in ("diloco/demo.toml", "rendezvous/codecs/kernels/cpu.c", "inner/train/build.py")
     } <= files
     assert f"{HOME}/tests/support/entrypoints.py" in files and not [f for f in files if f.endswith(".pyc")]
+
+
+def test_a_macs_image_has_the_packages_of_a_container(monkeypatch) -> None:
+    """torchft has wheels for Linux on x86-64 alone: on a Mac it is not installed, and its marker is false."""
+    here = pinned_requirements()
+    assert any(one.startswith("torchft==") for one in here)
+    mac = {**markers.default_environment(), "sys_platform": "darwin", "platform_machine": "arm64"}
+    monkeypatch.setattr(markers, "default_environment", lambda: mac)
+    assert pinned_requirements() == here
+    installed = image._installed_version
+    monkeypatch.setattr(image, "_installed_version", lambda name: None if name == "torchft" else installed(name))
+    without = pinned_requirements()
+    assert set(without) - set(here) == {"torchft<0.3,>=0.2"}
+    assert {"torch", "trl", "obstore"} <= {one.partition("==")[0] for one in without}
 
 
 @pytest.mark.slow

@@ -39,10 +39,10 @@ COHERE = (
 )
 ASKED = {"role": "user", "content": "a"}
 TEMPLATES = {
-    "DeepSeek": (DEEPSEEK, [ASKED, {"role": "user", "content": None}], "UndefinedError"),
+    "DeepSeek": (DEEPSEEK, [ASKED, {"role": "user", "content": None}], "Error: "),
     "Gemma, system": (GEMMA, [{"role": "system", "content": "b"}, ASKED], "System role not supported"),
     "Gemma, tool": (GEMMA, [ASKED, {"role": "tool", "content": "error"}], "roles must alternate"),
-    "Cohere": (COHERE, [ASKED, {"role": "user", "content": None}], "UndefinedError"),
+    "Cohere": (COHERE, [ASKED, {"role": "user", "content": None}], "Error: "),
 }
 
 

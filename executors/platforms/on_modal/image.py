@@ -20,10 +20,11 @@ from packaging.utils import canonicalize_name
 
 from executors.platforms.base import ExecutorError
 from executors.platforms.on_modal.client import sdk
-from executors.platforms.packages.versions import check_command, portable_requirement, vllm_requirements
+from executors.platforms.packages.versions import OF_TORCH, check_command, portable_requirement, vllm_requirements
 from executors.platforms.packages.wheel import EXTRAS, PACKAGES, PROJECT
 
 THERE_ALREADY = {"modal"}  # Modal adds its client to every image
+CONTAINER = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 COMPILER = ("gcc", "libc6-dev")  # compiles the codecs' kernels; without the kernels, packing takes three times as long
 NO_SOURCE = ["**/__pycache__", "**/*.pyc"]
 
@@ -90,11 +91,14 @@ def pinned_requirements() -> list[str]:
         for need in _direct_requirements(name, extras):
             key = canonicalize_name(need.name)
             step = (key, frozenset(need.extras))
-            if key in THERE_ALREADY or step in seen or (version := _installed_version(key)) is None:
+            if key in THERE_ALREADY or step in seen:
                 continue
             seen.add(step)
-            todo.append(step)
-            found[key] = portable_requirement(key, version)
+            if (version := _installed_version(key)) is not None:
+                todo.append(step)
+                found[key] = portable_requirement(key, version)
+            elif need.marker is not None and not key.startswith(OF_TORCH):  # the container needs it, this machine not
+                found[key] = f"{key}{need.specifier}"
     found.pop(PROJECT, None)
     return [text for _, text in sorted(found.items()) if text]
 
@@ -107,7 +111,8 @@ def _direct_requirements(name: str, extras: frozenset[str]) -> list[Requirement]
             f"{name} is not installed as a package here: run `pip install -e .` in its folder"
         ) from None
     found = [Requirement(text) for text in texts]
-    return [r for r in found if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras | {""})]
+    wanted = [{**CONTAINER, "extra": extra} for extra in extras | {""}]
+    return [r for r in found if r.marker is None or any(map(r.marker.evaluate, wanted))]
 
 
 def _installed_version(name: str) -> str | None:
