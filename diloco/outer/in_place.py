@@ -18,20 +18,23 @@ Not promised: α > 0, whose merge needs the local values after the step; a Manag
 to Δ after its outer step (an aborted Gloo collective).  These cases use torchft's unmodified class.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diloco.outer.flat import FlatFragment, OuterError
 
-try:
+if TYPE_CHECKING:
     from torchft.local_sgd import DiLoCo, _StreamingDiLoCoFragment
-except ModuleNotFoundError as missing:
-    if missing.name != "torchft":
-        raise
-    from diloco.outer.streaming import DiLoCo
-    from diloco.outer.streaming import StreamingFragment as _StreamingDiLoCoFragment
+else:
+    try:
+        from torchft.local_sgd import DiLoCo, _StreamingDiLoCoFragment
+    except ModuleNotFoundError as missing:
+        if missing.name != "torchft":
+            raise
+        from diloco.outer.streaming import DiLoCo
+        from diloco.outer.streaming import StreamingFragment as _StreamingDiLoCoFragment
 
 __all__ = ["DiLoCo", "InPlaceDiLoCo"]
 

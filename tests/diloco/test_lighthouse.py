@@ -4,6 +4,7 @@ Every inner step of these threads moves each parameter by a fixed amount, so tha
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,13 @@ from torchft.coordination import LighthouseServer
 from diloco.model.export import state_at
 from diloco.outer.loop import OuterLoop
 from diloco.outer.make import make_diloco
-from diloco.outer.managers.lighthouse import own_address
+from diloco.outer.managers.lighthouse import connect_lighthouse, own_address
 from diloco.outer.optimizer import nesterov
 from diloco.process import exitcodes
 from diloco.run.config import ConfigError, RunConfig
 from diloco.runlog.reader import read_report
 from rendezvous.errors import GaveUp
+from tests.support.absent import Without
 from tests.support.fleet import Fleet
 
 H = 4
@@ -260,3 +262,12 @@ def test_no_lighthouse_is_said_and_resumable(tmp_path: Path) -> None:
     fleet.start("r00")
     assert fleet.wait() == {"r00": [exitcodes.GAVE_UP]}, fleet.logs()
     assert "no lighthouse answers at lighthouse://127.0.0.1:9" in fleet.log("r00").read_text()
+
+
+def test_a_lighthouse_without_torchft_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [one for one in sys.modules if f"{one}.".startswith("torchft.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("torchft"), *sys.meta_path])
+    session: Any = None
+    with pytest.raises(ConfigError, match=r"needs torchft .*Linux on x86-64 alone.*use the bucket"):
+        connect_lighthouse("lighthouse://127.0.0.1:29510", session)

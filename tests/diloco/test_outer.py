@@ -28,6 +28,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import WrongRun
 from rendezvous.records.records import Commit
 from rendezvous.stores.memory import MemoryStore
+from tests.support.absent import Without
 
 RNG = np.random.default_rng(7)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -377,17 +378,6 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
     for part, theta in zip(lean.fragments, lean.thetas, strict=True):
         assert part.flat.data_ptr() == theta.data_ptr(), "a vector less than torchft's"
     assert all(p.flat.data_ptr() != t.data_ptr() for p, t in zip(stock.fragments, stock.thetas, strict=True))
-
-
-class Without:
-    """An importer to which a package is not installed."""
-
-    def __init__(self, package: str) -> None:
-        self.package = package
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name == self.package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

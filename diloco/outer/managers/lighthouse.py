@@ -32,7 +32,7 @@ from diloco.outer.safety import empty_round
 from diloco.process.session import Session
 from diloco.process.watchdog import Watchdog
 from diloco.run.combinations import check_lighthouse
-from diloco.run.config import OuterConfig
+from diloco.run.config import ConfigError, OuterConfig
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import Fenced, GaveUp, Leaving
 from rendezvous.records.state import Digests
@@ -318,8 +318,15 @@ class LighthouseRounds:
 def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
     """Make this session's torchft.Manager at lighthouse://host:port.   Raises GaveUp if no lighthouse answers there."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torchft import Manager, ProcessGroupGloo
-    from torchft.checkpointing.http_transport import HTTPTransport
+
+    try:
+        from torchft import Manager, ProcessGroupGloo
+        from torchft.checkpointing.http_transport import HTTPTransport
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"rendezvous = {url!r} needs torchft ({missing}), which has wheels for Linux on x86-64 alone. There: "
+            "pip install 'serverless-diloco[diloco]'. Elsewhere, use the bucket: leave the line out"
+        ) from missing
 
     where = urlsplit(url)
     host = own_address(where.hostname or "", where.port or 0)
