@@ -264,7 +264,7 @@ test-lowest: $(LOWEST)/.installed
 $(LOWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install -q --disable-pip-version-check uv
-	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
+	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev,serverless]'
 	$(LOWEST)/bin/uv pip install -q --python $(LOWEST)/bin/python $$(grep -E '^($(TOOLS))==' constraints.txt)
 	@touch $@
 
