@@ -8,11 +8,13 @@ Not promised: that the bucket answers; the first read shows that.  This module i
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rendezvous import layout
 from rendezvous.stores.open import folder_of, open_store
 
+FSTAB, MOUNTS = Path("/etc/fstab"), Path("/proc/self/mounts")
 _SCHEMES = "give a folder (runs/mine) or a bucket: s3://bucket/prefix, gs://…, az://…, hf://buckets/…"
 
 
@@ -46,11 +48,26 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
+def unmounted_point(folder: Path, wanted: Path = FSTAB, mounted: Path = MOUNTS) -> str:
+    """Return the mount point above the folder that the machine's table names and that is not mounted, or ""."""
+    with suppress(OSError):
+        named, there = ([line.split()[1:2] for line in table.read_text().splitlines()] for table in (wanted, mounted))
+        points = [Path(point.replace("\\040", " ")) for [point] in filter(None, named) if [point] not in there]
+        return str(max((p for p in points if p.is_absolute() and p in folder.resolve().parents), default=""))
+    return ""
+
+
 def refuse_foreign_files(url: str) -> None:
-    """Raise UsageError if the run's new folder holds other files; raise RecordsLost if these are a run's files."""
+    """Raise UsageError if the run's new folder holds other files, or would be below a mount that is away; raise
+    RecordsLost if these are a run's files."""
     folder = folder_of(url)
     if folder is None or (folder / layout.RUN).exists():
         return
+    if point := unmounted_point(folder):
+        raise UsageError(
+            f"{point} is not mounted now, though {FSTAB} names it, so a new run at {url} would be on another disk, and "
+            f"a run of that name may be on the mount. Mount it (mount {point}), or use another --run"
+        )
     if found := foreign_files(folder, (*layout.TOP, "report.html", "report.png")):
         from diloco.unreadable import foreign_words
 

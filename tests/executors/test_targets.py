@@ -20,6 +20,7 @@ from executors.cli.failures import explain_error, is_expected
 from executors.cli.main import main
 from executors.cli.starting.foreground import supervise_here
 from executors.cli.writing.exported import MARK, fresh_folder, mark_export, refuse_export, replace_export
+from executors.preflight import run_url
 from executors.preflight.run_url import UsageError, checked_url, make_folder, refuse_foreign_files
 from executors.supervision.notices.messages import full_words
 from rendezvous import layout
@@ -285,3 +286,19 @@ def test_kernels_that_do_not_compile_say_the_compiler_s_last_words(tmp_path: Pat
     code = "from rendezvous.codecs import why_no_kernels; print(why_no_kernels())"
     done = subprocess.run([sys.executable, "-c", code], env=environ, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("exit status 1. cc: No space left on device"), done.stdout + done.stderr
+
+
+def test_a_new_run_below_a_mount_that_is_away_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: `train` created a second run of that name on the disk below, and began at step 0."""
+    nas, fstab, mounts = (tmp_path / name for name in ("the nas", "fstab", "mounts"))
+    nas.mkdir()
+    point = str(nas.resolve()).replace(" ", "\\040")
+    fstab.write_text(f"# nas: /x\n\nUUID=1 / ext4 defaults 0 1\nUUID=2 none swap sw 0 0\nnas:/x {point} nfs bg 0 0\n")
+    monkeypatch.setattr(run_url.unmounted_point, "__defaults__", (fstab, mounts))
+    refuse_foreign_files(str(nas / "runs/a"))  # a machine without a table of mounts
+    mounts.write_text("/dev/sda / ext4 rw 0 0\n")
+    with pytest.raises(UsageError, match=r"the nas is not mounted now.*may be on the mount\. Mount it"):
+        make_folder(str(nas / "runs/a"))
+    refuse_foreign_files(str(tmp_path / "runs/a"))
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nnas:/x {point} nfs rw 0 0\n")
+    refuse_foreign_files(str(nas / "runs/a"))
