@@ -251,7 +251,7 @@ class SkyExecutor(Executor):
             with suppress(ExecutorError):  # without an answer there is no news
                 self._newest_by_name()
         listed = self._handles_of(run, [job for job in self._listed if not job.state.ended])
-        return [handle for handle in listed if not self.has_ended(handle)]  # a poll may be newer than the list
+        return [handle for handle in listed if not self.launches.has_ended(handle)]  # a poll may be newer than the list
 
     def discover(self, run: str) -> list[Handle]:
         return sorted(self._handles_of(run, self._newest_by_name().values()), key=lambda handle: handle.attempt)

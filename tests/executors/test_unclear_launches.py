@@ -78,7 +78,7 @@ def test_one_start_of_two_without_an_answer_is_lost(hub: HFJobsExecutor, monkeyp
     answers(monkeypatch, HubJob("y", "r00", 2, "SCHEDULING"), Unavailable("503"))
     first, second = hub.launch_replicas([FIRST, SECOND])
     assert first.native == "y" and not second.native
-    assert hub.why_not_started(second) == hf.NotStarted("503", State.LOST)
+    assert hub.launches.why_not_started(second) == hf.NotStarted("503", State.LOST)
 
 
 @pytest.mark.parametrize(

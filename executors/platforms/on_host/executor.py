@@ -208,7 +208,7 @@ class LocalProcessExecutor(Executor):
 
     def needs_look(self, handle: Handle) -> bool:
         """Whether a poll looks at the process; True shortly after its end, too: its exit code may still be missing."""
-        return self.why_not_started(handle) is None
+        return self.launches.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
         if self._server is not None:

@@ -141,7 +141,8 @@ class ModalExecutor(Executor):
         if why := self.fault_of(spec):
             raise ExecutorError(why)
         launched = self._apps.prepare(spec.run, [spec], [] if modal_client.inside_container() else replicas, SUPERVISE)
-        return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
+        answer = self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt)))
+        return self.launches.keep(spec, answer, self._clock.wall())
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         with translated_errors("renew the lease"):
@@ -169,10 +170,10 @@ class ModalExecutor(Executor):
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
         found = _at_once(self._threads, self._look_at, handles)
-        return [s or _stale_status(self.last_status(h)) for h, s in zip(handles, found, strict=True)]
+        return [s or _stale_status(self.launches.last_status(h)) for h, s in zip(handles, found, strict=True)]
 
     def _look_at(self, handle: Handle) -> Status:
-        last = self.last_status(handle)
+        last = self.launches.last_status(handle)
         try:
             register = self._apps.register_of(handle.run)
             status, end = modal_calls.look_up_call(handle, register, last.state is State.RUNNING)
@@ -271,7 +272,7 @@ class ModalExecutor(Executor):
                 ask_patiently(lambda: sdk().Dict.objects.delete(name), self._clock)
                 removed.append(f"removed the dict {name} from Modal, the register of the launches")
         self._apps.forget(run)
-        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
+        self.launches.forget(run)
         return removed
 
     def close(self) -> None:
