@@ -8,10 +8,10 @@ Not promised: that a job which was just started is listed.
 """
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from executors.platforms.base import ExecutorError
-from executors.platforms.executor import Launch
+from executors.platforms.base import ExecutorError, ReplicaSpec, Unavailable
+from executors.platforms.executor import Launch, launch_of
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 from rendezvous.clock import Clock
 
@@ -56,7 +56,19 @@ class JobLists:
         """Return the ids of all live jobs of these launches."""
         return [j.id for run in self._lists for j in self.alive(run) if (run, j.slot, j.attempt) in launches]
 
-    def settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
+    def start_missing(
+        self, run: str, specs: Sequence[ReplicaSpec], request: Callable[[ReplicaSpec], Callable[[], HubJob]]
+    ) -> dict[Launch, HubJob | Exception | str]:
+        """Start the jobs that do not exist yet, all at once; then check which jobs the Hub started."""
+        there = {(run, j.slot, j.attempt): j for j in reversed(self.list_patiently(run))}  # the oldest counts
+        new = [s for s in specs if launch_of(s) not in there]
+        outcomes = at_once(list(map(request, new)))
+        if new and len(new) == len(specs) and all(refused(x) for x in outcomes):
+            raise next(x for x in outcomes if isinstance(x, Exception))
+        started = dict(zip(map(launch_of, new), outcomes, strict=True))
+        return {**there, **started, **self._settle_duplicates(run, started)}
+
+    def _settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
         """End duplicate jobs and jobs with too short a time-out.
 
         Return the oldest job of each launch, or the reason if it was ended.
@@ -119,3 +131,8 @@ def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
     """Sort jobs, the best of each slot last.  A live job is better, then a newer attempt, then an older job."""
     youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
     return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))
+
+
+def refused(outcome: object) -> bool:
+    """Whether it is certain that this outcome of a start left no job."""
+    return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
