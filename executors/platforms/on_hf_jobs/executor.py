@@ -181,7 +181,7 @@ class HFJobsExecutor(Executor):
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         """End all jobs of these launches.  If the Hub does not tell now whose job a job is, end that job later."""
-        last = {h: self.launches.last_status(h) for h in handles}
+        last = {h: self.known.last_status(h) for h in handles}
         going = [h for h, known in last.items() if not (known.state.ended and known.handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
