@@ -158,6 +158,14 @@ def live_apps() -> list[str]:
     return [str(app["description"]) for app in json.loads(done.stdout) if app["state"] != "stopped"]
 
 
+def stop_app(name: str, clock: Clock) -> bool:
+    """Stop an app and all its calls; return whether it exists."""
+    with suppress(sdk().exception.NotFoundError):
+        ask_patiently(lambda: sdk().App.lookup(name).stop(), clock)
+        return True
+    return False
+
+
 def volume_id(name: str) -> str:
     """Return the id of the volume `name`; make the volume if it does not exist."""
     return sdk().Volume.from_name(name, create_if_missing=True, version=2).hydrate().object_id
