@@ -18,6 +18,7 @@ from greenlet import getcurrent, greenlet
 from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
+from rendezvous.agreement.membership import Membership
 from rendezvous.background import in_turn
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RecordsLost, RendezvousError, Terminal
@@ -157,6 +158,12 @@ def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
     return rv
 
 
+def tick_until(members: Membership, stopped: Callable[[], bool]) -> None:
+    while not stopped():
+        members.tick()
+        members.clock.sleep(members.timing.beat)
+
+
 class Flight:
     """Work of a process in a greenlet of its own; who needs its result waits for it to land."""
 
@@ -276,7 +283,7 @@ class Replica:
         self.rv.claim()
         if self._finds_no_run():
             return
-        self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
+        self.w.spawn(self.p, lambda: tick_until(self.rv.members, lambda: self.p.gone))
         self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
         self._train()
         self.rv.finish("done" if self.rv.is_done else "leaving")
