@@ -143,7 +143,7 @@ class HFJobsExecutor(Executor):
         Cancel second jobs of one launch.
         """
         runs = list(dict.fromkeys(h.run for h in handles))
-        found = at_once([lambda run=run: self._jobs.list_live(run) for run in runs], ANSWER_S)
+        found = at_once([lambda run=run: self._jobs.list_once(run) for run in runs], ANSWER_S)
         lists = dict(zip(runs, found, strict=True))
         jobs = [(run, job) for run, found in lists.items() if isinstance(found, list) for job in found]
         asked = [h for h in handles if h.native and isinstance(lists[h.run], list)]

@@ -1,6 +1,6 @@
 """Keeps the Hub's last list of each run's jobs: decides which job of a launch counts, and which jobs must be ended.
 
-    list_live(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
+    list_once(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
     end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not answer
     given_up      launches that got no answer; if such a launch did start a job, the next poll ends that job
 
@@ -30,15 +30,12 @@ class JobLists:
         self._listed_at: dict[str, float] = {}
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
-    def list_live(self, run: str) -> list[HubJob]:
-        """List the live jobs of a run, without a retry."""
-        return self._list(run, alive=True)
-
     def list_patiently(self, run: str) -> list[HubJob]:
         """List all jobs of a run, also those that have ended."""
-        return self._hub.patient("list jobs", lambda: self._list(run, alive=False))
+        return self._hub.patient("list jobs", lambda: self.list_once(run, alive=False))
 
-    def _list(self, run: str, *, alive: bool) -> list[HubJob]:
+    def list_once(self, run: str, *, alive: bool = True) -> list[HubJob]:
+        """List the live jobs of a run, or all, without a retry."""
         self._listed_at[run] = self._clock.now()
         self._lists[run] = found = self._hub.jobs(run, alive=alive)
         return found
@@ -46,7 +43,7 @@ class JobLists:
     def alive_now(self, run: str) -> list[HubJob]:
         """Return the run's live jobs by its list, renewed if older than LISTED_S; [] if the run was never listed."""
         if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
-            at_once([lambda: self.list_live(run)], ANSWER_S)  # without an answer the old list counts
+            at_once([lambda: self.list_once(run)], ANSWER_S)  # without an answer the old list counts
         return self.alive(run)
 
     def alive(self, run: str) -> list[HubJob]:

@@ -82,12 +82,12 @@ def _of_proxies() -> str:
     return ". Modal's client uses a proxy only with pip install 'modal[api-proxy-support]'"
 
 
-def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None = None) -> T:
-    """Return the value of `act`, which is repeated for `patience_s` (default: PATIENCE_S) while Modal does not answer.
+def ask_patiently(act: Callable[[], T], clock: Clock) -> T:
+    """Return the value of `act`, which is repeated for PATIENCE_S while Modal does not answer.
 
     act: must tolerate repetition, because the answer of a completed request may be lost.
     """
-    until = clock.now() + (PATIENCE_S if patience_s is None else patience_s)
+    until = clock.now() + PATIENCE_S
     pause = FIRST_PAUSE_S
     while True:
         try:
