@@ -178,7 +178,9 @@ class Supervisor:
             if outcome.code == exitcodes.DONE:
                 self.lease.keep_while(lambda: _sweep_once_more(self.run, self.clock, self.emit))
             if outcome.code != LOST_LEASE and self.run.config.inner.sampling.boxes is not None:
-                self.lease.keep_while(lambda: _sweep_boxes(self.run, self.emit))
+                from executors.supervision.boxes import sweep_and_report
+
+                self.lease.keep_while(lambda: sweep_and_report(self.run, self.emit))
             end_with_run(self._trackers, self.lease, outcome.code)
             self._alerts.close()
         except Exception as error:
@@ -401,14 +403,6 @@ def _sweep_once_more(run: Run, clock: Clock, emit: Emit) -> None:
         sweep_after_end(run, clock, emit)
     except RendezvousError as error:
         emit("garbage_stays", trouble=str(error))
-
-
-def _sweep_boxes(run: Run, emit: Emit) -> None:
-    from executors.supervision.boxes import sweep_boxes
-
-    if (swept := sweep_boxes(run)).none_left:
-        return emit("boxes_swept", text=swept.text)
-    emit("warning", kind="boxes", text=swept.text)
 
 
 def _report_outages(outages: Outages, emit: Emit) -> None:

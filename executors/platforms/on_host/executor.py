@@ -75,10 +75,7 @@ class Children:
         self._server: ForkServer | None = None
         self._forked = set[Born]()  # by the present server
         self._spawned: dict[Born, subprocess.Popen[bytes]] = {}
-        self._all = set[Born]()
-
-    def __contains__(self, born: Born) -> bool:
-        return born in self._all
+        self.all = set[Born]()
 
     def fork(self, requests: Sequence[Mapping[str, Any]]) -> list[Born | OSError]:
         if not requests:
@@ -88,7 +85,7 @@ class Children:
             self._forked.clear()
         found = self._server.fork(requests)
         self._forked |= {pid for pid in found if isinstance(pid, tuple)}
-        self._all |= self._forked
+        self.all |= self._forked
         return found
 
     def spawn(self, request: Mapping[str, Any]) -> Born | OSError:
@@ -103,7 +100,7 @@ class Children:
             return error
         born = process.pid, processes.start_ticks(process.pid) or 0
         self._spawned[born] = process
-        self._all.add(born)
+        self.all.add(born)
         return born
 
     def listen(self) -> None:
@@ -111,17 +108,15 @@ class Children:
         if self._server is not None:
             self._server.listen()
 
-    def report(self, born: Born) -> bool:
-        """Whether `exit_code` knows the process: a live server reports its end once it has reaped the process."""
-        server = self._server
-        forked = server is not None and born in self._forked and (born in server.exits or server.alive)
-        return forked or born in self._spawned
-
-    def exit_code(self, born: Born) -> int | None:
-        """Return the exit code; None while the process runs."""
+    def end_of(self, born: Born) -> tuple[int | None, bool] | None:
+        """Return (exit code, whether the process has ended); None if only its files can tell."""
         if born in self._spawned:
-            return _reap_group(self._spawned[born])
-        return self._server.exits.get(born) if self._server is not None else None
+            code = _reap_group(self._spawned[born])
+            return code, code is not None
+        server = self._server
+        if server is None or born not in self._forked or not (born in server.exits or server.alive):
+            return None  # a live server will report the end once it has reaped the process
+        return server.exits.get(born), born in server.exits
 
     def close(self) -> None:
         if self._server is not None:
@@ -273,10 +268,8 @@ class LocalProcessExecutor(Executor):
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
         """Return (exit code, whether the process has ended)."""
-        born = handle.pid, handle.started
-        if self._children.report(born):
-            code = self._children.exit_code(born)
-            return code, code is not None
+        if (end := self._children.end_of((handle.pid, handle.started))) is not None:
+            return end
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
@@ -300,13 +293,13 @@ class LocalProcessExecutor(Executor):
 
     def may_run(self, handle: Handle) -> bool:
         """Whether the handle's process may still run.  A process that is marked for another run is not the handle's."""
-        own = (handle.pid, handle.started) in self._children
+        own = (handle.pid, handle.started) in self._children.all
         return _is_here(handle) and (own or processes.works_for(handle.pid, handle.run) is not False)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         for handle in handles:
             number = signal.SIGKILL if kill else signal.SIGTERM
-            run = None if (handle.pid, handle.started) in self._children else handle.run
+            run = None if (handle.pid, handle.started) in self._children.all else handle.run
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:

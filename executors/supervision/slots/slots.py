@@ -21,7 +21,7 @@ from diloco.runlog.reader import SUPERVISOR, Report
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, State, Status
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work, usual_s
 from executors.supervision.outage import Outages, launch_name
-from executors.supervision.slots.plan import Limits, Observation, SessionEnd, Strikes, count_end
+from executors.supervision.slots.plan import Limits, Observation, SessionEnd, count_end
 from executors.supervision.slots.slot_state import (
     BLAMELESS,
     History,
@@ -209,6 +209,8 @@ class Slots:
             status = replace(status, reason=f"its supervisor ended it, because it sent no heartbeat{seen}")
         elif status.state is State.CANCELLED:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
+        from executors.supervision.slots.ended import reward_wait
+
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
         self.emit("lost", **{**end_fields(status), **who}, **more, **reward_wait(state.strikes, self.limits), **unseen)
 
@@ -270,12 +272,3 @@ def classify_end(status: Status, report: Report, *, counted: int, replaced: bool
     idle = status.state is State.SUCCEEDED and not counted and not report.done  # e.g. os._exit(0) in a reward
     own_fault = idle or (failed and not by_reward and status.exit_code not in BLAMELESS)
     return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
-
-
-def reward_wait(strikes: Strikes, limits: Limits) -> dict[str, float]:
-    """Return fields for `diloco status` about the next start of a slot whose reward has failed."""
-    count = strikes.reward_failures
-    if not strikes.by_reward:
-        return {}
-    row: dict[str, float] = {"reward_failures": count, "reward_limit": limits.reward_failures}
-    return row if count >= limits.reward_failures else {**row, "again_in_s": limits.reward_pause(count)}
