@@ -120,18 +120,13 @@ class Mixed(FleetExecutor):
         handles = list(handles)
         found = {h: self._failed[h] for h in handles if h in self._failed}
         for handle in handles:
-            if handle not in found and (reason := self._out_of_reach(handle)):
-                found[handle] = unanswered(Status(handle, State.RUNNING, reason), reason)
+            try:
+                self._for_handle(handle)
+            except ExecutorError as error:
+                found.setdefault(handle, unanswered(Status(handle, State.RUNNING, str(error)), str(error)))
         for executor, part in _shared_out([h for h in handles if h not in found], self._for_handle):
             found |= dict(zip(part, executor.poll(part), strict=True))
         return [found[h] for h in handles]
-
-    def _out_of_reach(self, handle: Handle) -> str:
-        try:
-            self._for_handle(handle)
-        except ExecutorError as error:
-            return str(error)
-        return ""
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         started = [h for h in handles if h not in self._failed]
