@@ -18,7 +18,6 @@ from greenlet import getcurrent, greenlet
 from xxhash import xxh3_128_hexdigest as xxh3
 
 from rendezvous import layout
-from rendezvous.agreement.membership import Membership
 from rendezvous.background import in_turn
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import ChainBroken, Corrupt, Forged, Leaving, RecordsLost, RendezvousError, Terminal
@@ -26,6 +25,7 @@ from rendezvous.keeping.garbage import Collected
 from rendezvous.records.records import Commit, WireError
 from tests.sim.codecs import Kept, Sent
 from tests.support.fakes import Foreign
+from tests.support.ticking import tick_until
 
 if TYPE_CHECKING:
     from tests.sim.simulate import World
@@ -156,12 +156,6 @@ def observed(rv: Rendezvous, world: "World", process: Process) -> Rendezvous:
 
     closer._fresh_offers, closer.try_to_commit, chain.refuse_gap = seen, attempting, last_look
     return rv
-
-
-def tick_until(members: Membership, stopped: Callable[[], bool]) -> None:
-    while not stopped():
-        members.tick()
-        members.clock.sleep(members.timing.beat)
 
 
 class Flight:
