@@ -193,7 +193,7 @@ class _Session(StandIn):
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
             suppress(_Checked),
-            _threads(self._threads()),
+            _threads(_threads_of(self._store, self._holder)),
         ):
             self._train(Path(scratch))
 
@@ -217,16 +217,6 @@ class _Session(StandIn):
             start = data_position(run, self._step, slot=slot, generation=generation)
             loop.start_at(start // loop.boundary * loop.boundary)
             loop.train(lambda: False)
-
-    def _threads(self) -> int:
-        """Return the number of threads in a record of the session's bundles; this process's if none is found."""
-        keys = self._store.list(f"{layout.ROLLOUTS}{self._holder.slot}/")
-        for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
-            with suppress(RendezvousError):
-                record, _ = read_record(self._store.get(key) or b"")
-                if record.by == self._holder.generation:
-                    return min(record.threads, MOST_THREADS)
-        return torch.get_num_threads()
 
     # ---------------------------------------------------------------- what the OuterLoop calls
 
@@ -443,6 +433,17 @@ class _Recorded(BucketPlaces):
             text = f"its record names outer step {step}, and it was sampled on step {place.outer}"
             self._to.off.append((place.outer, key, self._slot, text))
         return made
+
+
+def _threads_of(store: Store, holder: Holder) -> int:
+    """Return the number of threads in a record of the session's bundles; this process's if none is found."""
+    keys = store.list(f"{layout.ROLLOUTS}{holder.slot}/")
+    for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
+        with suppress(RendezvousError):
+            record, _ = read_record(store.get(key) or b"")
+            if record.by == holder.generation:
+                return min(record.threads, MOST_THREADS)
+    return torch.get_num_threads()
 
 
 @contextmanager

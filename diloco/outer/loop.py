@@ -57,6 +57,7 @@ class OuterLoop:
         self.rules = rules = outer.rules  # with codec "auto", found.py sets the codec
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
+        self.overlaps = self.prepare_at < self.interval  # whether inner steps continue during a fragment's transfer
         self.alpha = outer.fragment_update_alpha
         params = [p for _, p in trainable_parameters(model)]
         fragment = getattr(manager, "fragment", None) or _alone(manager)
@@ -78,11 +79,6 @@ class OuterLoop:
         self._stale: int | None = None  # the fragment whose θ a caught-up step has changed
         self._hooks: list[Any] = []
         self._guard: ModelGuard | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether inner steps continue during a fragment's transfer."""
-        return self.prepare_at < self.interval
 
     def mathematics(self) -> dict[str, Any]:
         """The settings that all replicas of a run must share."""

@@ -28,7 +28,7 @@ from diloco.process.watchdog import TurnWatch, Watchdog, where_it_stands
 from inner.masking import mask_secrets
 from rendezvous.agreement.membership import read_beat, read_control, refuse_lost
 from rendezvous.agreement.rules import Rules, Timing
-from rendezvous.background import Parts, Worker, together_on
+from rendezvous.background import Emit, Parts, Worker, together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.store import PatientStore, Store
@@ -87,7 +87,7 @@ class Session:
         self.watchdog = Watchdog(self.clock, hung_after_s)
         self._turn = TurnWatch()
         self._flush_due = False
-        self.weights = self._weights_writer() if broadcasts else None
+        self.weights = _weights_writer(store, self.clock, self.emit) if broadcasts else None
         threads = None
         if os.environ.get("OMP_NUM_THREADS") != "1":
             from rendezvous.threads import threads_here
@@ -113,13 +113,6 @@ class Session:
         self._thread = threading.Thread(target=self._beat, name=f"beat-{slot}", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch_turns, name=f"watch-{slot}", daemon=True).start()
-
-    def _weights_writer(self) -> "WeightsWriter":
-        """Make the writer of weights.  Its store retries only briefly, because the next step has newer weights."""
-        from rendezvous.weights.writer import WeightsWriter
-
-        store = PatientStore(self._store, self.clock, WEIGHTS_PATIENCE_S)
-        return WeightsWriter(store, self.clock, reading=Worker(self.emit), uploads=Worker(self.emit), emit=self.emit)
 
     def emit(self, event: str, **fields: Any) -> None:
         if self._journal is None:
@@ -228,13 +221,15 @@ class Session:
         os._exit(exitcodes.HUNG)
 
     def _say_last_words(self) -> None:
-        last_words = threading.Thread(target=self._send_last_words, daemon=True)
+        """Write the last heartbeat and the log's end, for LAST_WORDS_S at most."""
+
+        def send() -> None:
+            self.rv.members.write_leave_beat()
+            self.flush()
+
+        last_words = threading.Thread(target=send, daemon=True)
         last_words.start()
         last_words.join(LAST_WORDS_S)
-
-    def _send_last_words(self) -> None:
-        self.rv.members.write_leave_beat()
-        self.flush()
 
     def _pace_s(self) -> float:
         """Return the longest inner step's seconds, plus UPLOAD_S if a step has ended since the launcher's end."""
@@ -259,6 +254,14 @@ class Session:
             self.emit("warning", kind="cut_off", text=text)
             self._say_last_words()
             os._exit(exitcodes.LEFT)
+
+
+def _weights_writer(store: Store, clock: Clock, emit: Emit) -> "WeightsWriter":
+    """Make the writer of weights.  Its store retries only briefly, because the next step has newer weights."""
+    from rendezvous.weights.writer import WeightsWriter
+
+    patient = PatientStore(store, clock, WEIGHTS_PATIENCE_S)
+    return WeightsWriter(patient, clock, reading=Worker(emit), uploads=Worker(emit), emit=emit)
 
 
 def process_fields() -> dict[str, Any]:

@@ -149,6 +149,7 @@ class Reader:
 
     scope: the records that the view needs.   cache: records that were read earlier (rendezvous/stores/cache.py).
     answers: those to the requests that opened the run (runlog/opening.py).
+    ahead: the store with the unread answers of the last look, for example the supervisor's heartbeat.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Reader:
         cache: "Cache | None" = None,
         answers: Mapping[str, Answer] | None = None,
     ) -> None:
-        self._bucket, self._store = store, Ahead(store, cache, answers=answers)
+        self._bucket, self.ahead = store, Ahead(store, cache, answers=answers)
         self._scope = scope
         self._cache = cache
         self._first = True
@@ -181,17 +182,17 @@ class Reader:
         self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
         self._unread: list[Counted] = []  # offers to read, also those of a look that ended in an error
 
-    @property
-    def ahead(self) -> Ahead:
-        """The store with the unread answers of the last look, for example the supervisor's heartbeat."""
-        return self._store
-
     def refresh(self, focus: Focus = WHOLE) -> Report:
         """Look at the run again.   focus: ignored in the first look.   After an error, the next look reads the rest."""
         if not self._first:
-            self._store.forget()
+            self.ahead.forget()
         self._focus = WHOLE if self._first else focus
-        found = self._take_look()
+        if self._first:
+            found = first_look(self.ahead, self._scope)
+        else:
+            ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
+            known = replace(self._extent, read=len(self._steps), ended=ended)
+            found = take_look(self.ahead, self._scope, known, self._focus)
         if not self._run:
             self._run = self._read_config()
         self._wanted = found.wanted
@@ -207,7 +208,7 @@ class Reader:
         self._remember(found)
         return Report(
             name=shown(str(self._run.get("name", "run"))),
-            url=self._store.url,
+            url=self.ahead.url,
             config=self._run,
             wanted=self._wanted,
             steps=self._steps,
@@ -220,14 +221,6 @@ class Reader:
             taken=0 if self._scope.commits else found.commits,
             supervisor=self._supervisor,
             request_s=getattr(self._bucket, "request_s", 0.0),
-        )
-
-    def _take_look(self) -> Found:
-        if self._first:
-            return first_look(self._store, self._scope)
-        ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
-        return take_look(
-            self._store, self._scope, replace(self._extent, read=len(self._steps), ended=ended), self._focus
         )
 
     def forget_events_before(self, t: int) -> None:
@@ -246,15 +239,15 @@ class Reader:
         self._extent = ReadSoFar(found.wanted, commits=found.commits, claims=claims, logs=logs, first=False)
         if self._cache is not None:  # in a long watch, later records would only fill the memory
             self._cache.save()
-            self._cache = self._store.cache = None
+            self._cache = self.ahead.cache = None
         self._first = False
 
     def _read_config(self) -> dict[str, Any]:
-        body = self._store.get(layout.RUN)
+        body = self.ahead.get(layout.RUN)
         if body is None:
             return {}
         try:
-            record = with_script(RunRecord.decode(body), self._store)
+            record = with_script(RunRecord.decode(body), self.ahead)
             return {**record.config, "parent": str(record.parent)} if record.parent.url else record.config
         except WireError as error:
             self._damage = str(error)
@@ -263,8 +256,8 @@ class Reader:
     def _read_commit(self, t: int) -> tuple[Decision, bytes] | None:
         """Return commit t and its bytes; None if it is missing or unreadable."""
         key = layout.commit_key(t)
-        decode = kept_commit if self._store.is_cached(key) else read_commit
-        body = self._store.get(key)
+        decode = kept_commit if self.ahead.is_cached(key) else read_commit
+        body = self.ahead.get(key)
         try:
             commit = None if body is None else decode(body)
         except WireError as error:
@@ -284,13 +277,13 @@ class Reader:
         self._shown_from = count if self._first else self._shown_from
         while (found := self._read_commit(len(self._steps))) is not None:
             c, body = found
-            self._store.keep(layout.commit_key(c.t))
+            self.ahead.keep(layout.commit_key(c.t))
             linked = c.prev == (digest(self._last, SHA256) if self._last is not None else None)
             self._steps.append(Step.of_commit(c, linked=linked))
             self._last = body
             self._note_listed(c)
         listed = {(o.slot, o.generation) for c in self._uncredited for o in c.offers}
-        self._store.ask(layout.claim_key(*session) for session in listed - self._sessions.keys())
+        self.ahead.ask(layout.claim_key(*session) for session in listed - self._sessions.keys())
         while self._uncredited:
             self._credit_offers(self._uncredited[0])
             del self._uncredited[0]
@@ -301,41 +294,29 @@ class Reader:
             self._twice += (o.step, o.slot) in self._listed
             self._listed.add((o.step, o.slot))
         self._uncredited.append(commit)
-        self._unread += self._offers_to_read(commit)
-
-    def _offers_to_read(self, commit: Decision) -> list[Counted]:
-        """Return the offers whose records this look reads: all, or a few, of other slots in each step."""
-        if self._scope.reads_offers(commit.t, self._shown_from):
-            most = self._focus.most
-        elif not (most := self._scope.sampled_offers(commit.t, self._shown_from)):
-            return [o for o in commit.offers if self._scope.reads_offers(o.step, self._shown_from)]
-        fresh = list(commit.offers)
-        if most is None or len(fresh) <= most:
-            return fresh
-        turn = commit.t * most % len(fresh)
-        return (fresh[turn:] + fresh[:turn])[:most]
+        self._unread += offers_to_read(commit, self._scope, self._shown_from, self._focus.most)
 
     def _keep_newest(self, count: int) -> None:
         """Keep the newest commit in the cache, as a proof that the cached records are of this run.
 
         Without a cache it is not read, so that `stop` can end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
-            self._store.keep(layout.commit_key(count - 1))
+            self.ahead.keep(layout.commit_key(count - 1))
 
     def _read_offers(self) -> None:
         while self._unread:
             some = self._unread[:MANY]
-            self._store.ask(layout.offer_key(o.step, o.slot, 0) for o in some)
+            self.ahead.ask(layout.offer_key(o.step, o.slot, 0) for o in some)
             for o in some:
                 self._read_offer(o.step, o.slot, o.nonce)
             del self._unread[:MANY]
 
     def _read_offer(self, t: int, slot: str, nonce: str) -> None:
         attempt = 0
-        while (body := self._store.get(layout.offer_key(t, slot, attempt))) is not None:
+        while (body := self.ahead.get(layout.offer_key(t, slot, attempt))) is not None:
             offer = decode_or_none(Offer, body)
             if offer is not None and offer.nonce == nonce:
-                self._store.keep(layout.offer_key(t, slot, attempt))
+                self.ahead.keep(layout.offer_key(t, slot, attempt))
                 self._steps[t].add_offer(slot, offer)
                 return
             attempt += 1
@@ -343,7 +324,7 @@ class Reader:
     def _credit_offers(self, commit: Decision) -> None:
         for name in sorted({(o.slot, o.generation) for o in commit.offers}):
             if name not in self._sessions and name not in self._unclaimed:
-                if (taken := read_claim(self._store, *name)) is not None:
+                if (taken := read_claim(self.ahead, *name)) is not None:
                     self._begin_session(taken)
                 else:
                     self._unclaimed.add(name)
@@ -352,7 +333,7 @@ class Reader:
 
     def _read_beats(self) -> None:
         for slot in filter(self._focus.reads_beat, self._wanted.member_names):
-            beat = read_beat(self._store, slot)
+            beat = read_beat(self.ahead, slot)
             if beat is not None:
                 self._beats[slot] = replace(beat, **shown(vars(beat)))
             else:
@@ -361,13 +342,13 @@ class Reader:
     def _read_claims(self) -> None:
         for slot in filter(self._focus.reads_sessions, self._wanted.member_names):
             known = max((g for s, g in self._sessions if s == slot), default=0)
-            for taken in claims_above(self._store, slot, known):
-                self._store.keep(layout.claim_key(slot, taken.generation))
+            for taken in claims_above(self.ahead, slot, known):
+                self.ahead.keep(layout.claim_key(slot, taken.generation))
                 self._begin_session(taken)
         if not self._focus.supervisor:
             return
-        for taken in claims_above(self._store, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
-            self._store.keep(layout.claim_key(SUPERVISOR, taken.generation))
+        for taken in claims_above(self.ahead, SUPERVISOR, self._supervisor.generation if self._supervisor else 0):
+            self.ahead.keep(layout.claim_key(SUPERVISOR, taken.generation))
             self._supervisor = taken
 
     def _begin_session(self, taken: Claim) -> None:
@@ -382,22 +363,22 @@ class Reader:
     def _read_logs(self, found: Found) -> None:
         """Read every new log object.  The newest object is not cached: its writer may write it again."""
         if self._scope.newest is None:
-            keys = [key for key in self._store.list(layout.LOGS) if not layout.is_rollouts(key)]
+            keys = [key for key in self.ahead.list(layout.LOGS) if not layout.is_rollouts(key)]
         else:
             keys = [layout.log_key(*owner, n) for owner, (a, b) in sorted(found.logs.items()) for n in range(a, b)]
         news = [key for key in keys if key not in self._logs]
         newest = _newest_numbers(news)
         for i in range(0, len(news), MANY):
-            self._store.ask(news[i : i + MANY])
+            self.ahead.ask(news[i : i + MANY])
             for key in news[i : i + MANY]:
                 owner = layout.log_owner(key)
                 self._read_log(key, owner)
                 if owner is not None and layout.log_number(key) < newest[owner]:
-                    self._store.keep(key)
+                    self.ahead.keep(key)
 
     def _read_log(self, key: str, owner: Owner | None) -> None:
         """Read a log object; a foreign one counts as one line without an event."""
-        log = Log([], passed_over=1) if owner is None else read_log(self._store, key)
+        log = Log([], passed_over=1) if owner is None else read_log(self.ahead, key)
         self._logs[key] = [_as_event(e, *owner) for e in log.events] if owner else []
         self._passed_over += log.passed_over
 
@@ -412,15 +393,28 @@ class Reader:
 
     def _end_by_records(self, session: SessionSummary) -> None:
         waits = session.how == "running" and self._focus.reads_sessions(session.slot)
-        leave = read_leave(self._store, session.slot, session.generation) if waits else None
+        leave = read_leave(self.ahead, session.slot, session.generation) if waits else None
         if leave is not None:
-            self._store.keep(layout.leave_key(session.slot, session.generation))
+            self.ahead.keep(layout.leave_key(session.slot, session.generation))
             session.ended = leave.at
             session.how = "done" if leave.reason == "done" else "left"
         successor = self._sessions.get((session.slot, session.generation + 1))
         if session.how == "running" and successor is not None:
             session.ended = successor.claimed
             session.how = "replaced"
+
+
+def offers_to_read(commit: Decision, scope: Scope, shown_from: int, most: int | None) -> list[Counted]:
+    """Return the offers whose records a look reads: all, or a few, of other slots in each step.
+
+    most: so many of a step that the scope reads whole; None: all."""
+    if not scope.reads_offers(commit.t, shown_from) and not (most := scope.sampled_offers(commit.t, shown_from)):
+        return [o for o in commit.offers if scope.reads_offers(o.step, shown_from)]
+    fresh = list(commit.offers)
+    if most is None or len(fresh) <= most:
+        return fresh
+    turn = commit.t * most % len(fresh)
+    return (fresh[turn:] + fresh[:turn])[:most]
 
 
 def _newest_numbers(keys: Iterable[str]) -> dict[Owner, int]:

@@ -141,6 +141,8 @@ class DiLoCoCallback(TrainerCallback):
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
         self.watch()
 
+    on_save = on_prediction_step
+
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch(saves=control.should_save or args.save_strategy == "best")
 
@@ -151,9 +153,6 @@ class DiLoCoCallback(TrainerCallback):
                 control.should_training_stop = False  # all rows of this pass were skipped; train on the next pass
             loader.skip_batches = 0
         self.watch(saves=control.should_save)
-
-    def on_save(self, *_: Any, **__: Any) -> None:
-        self.watch()
 
     def watch(self, saves: bool = False) -> None:
         """Tell the watchdog that the trainer continues: it times each step of an evaluation, but not a save.

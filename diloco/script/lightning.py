@@ -66,8 +66,7 @@ class DiLoCoLightningCallback(Callback):
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         self._replica.watch()
 
-    def on_validation_end(self, *_: Any) -> None:
-        self._replica.watch()
+    on_validation_end = on_validation_batch_end
 
     def on_save_checkpoint(self, *_: Any) -> None:
         self._replica.watch(saves=True)

@@ -173,7 +173,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     found = _recent(report, "forged")
     if not found:
         return []
-    what = f"{_several(found, 'record')} without this run's seal and ignored by replicas"
+    what = f"{_several_records(found)} without this run's seal and ignored by replicas"
     advice = "another program can write into the bucket: change its credentials, then `diloco verify RUN`"
     text = f"{what}; the newest: {found[-1].get('key')}"
     return [trouble("forged", text, advice, step=_step_of(report, found[0]["at"]))]
@@ -190,7 +190,7 @@ def bad_records(report: Report, now: float, spent: Spending | None) -> list[Trou
         return []
     newest = found[-1]
     what = newest.get("key") or newest.get("blob")
-    text = f"{_several(found, 'record')} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
+    text = f"{_several_records(found)} not valid and ignored by replicas; the newest: {what}: {newest.get('text')}"
     advice = "`diloco explain RUN --step T` has all offers of a step; another program may write into the bucket"
     return [trouble("bad_records", text, advice, step=_step_of(report, found[0]["at"]))]
 
@@ -200,10 +200,10 @@ def _recent(report: Report, *kinds: str) -> list[dict[str, Any]]:
     return [e for e in report.of_kind(*kinds) if e["at"] >= since]
 
 
-def _several(found: list[dict[str, Any]], what: str) -> str:
+def _several_records(found: list[dict[str, Any]]) -> str:
     """Return "3 records are". An object that several replicas reported counts once."""
     count = len({str(e.get("key") or e.get("blob")) for e in found})
-    return f"{count} {what}{' is' if count == 1 else 's are'}"
+    return f"{count} record{' is' if count == 1 else 's are'}"
 
 
 def _step_of(report: Report, at: float) -> int:

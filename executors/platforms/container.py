@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +36,7 @@ from diloco.process.full_disk import full_disk_words
 from diloco.process.loopback import pass_the_proxy
 from diloco.process.processes import PLACE_ENV, describe_exit, mark_run
 from executors.platforms import entrypoint as entry
-from executors.platforms.base import REPLICA, ReplicaSpec, Status, load_name
+from executors.platforms.base import REPLICA, Handle, ReplicaSpec, State, Status, load_name
 from executors.platforms.machine import oom
 from executors.platforms.time_limit import staggered_s
 from inner.masking import mask_secrets
@@ -313,9 +312,16 @@ def read_end(lines: Sequence[str]) -> dict[str, Any] | None:
         return None
 
 
-def with_times(status: Status, end: Mapping[str, Any]) -> Status:
-    """Return the status with the container's times of start and end; 0 if the end has none."""
-    return replace(status, began_at=end.get("began", 0.0), ended_at=end.get("ended", 0.0))
+def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool = False, why: str = "") -> Status:
+    """Return the status for an end that `run_replica` reported.   asked: whether an executor had cancelled the process.
+
+    why: the platform's words for a lack of memory, or "".   Without an exit code, or by a signal, the end is LOST.
+    """
+    code, words = end["exit_code"], "; ".join(filter(None, [end["reason"], why]))
+    outside = code is None or oom.from_outside(code, words)
+    ended = State.CANCELLED if asked else State.LOST if outside else State.FAILED
+    times = {"began_at": end.get("began", 0.0), "ended_at": end.get("ended", 0.0)}
+    return Status(handle, State.SUCCEEDED if code == 0 else ended, words, code, **times)
 
 
 def replica_lines(lines: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@
     orphans, sweep  ─▶ alive(run)                          only on a platform that labels its processes
 
 A platform is a subclass that implements the methods on the right (platform.py).  The subclass stores its connection;
-this base class stores the status of processes.  We chose a subclass, not a member, because users call its constructor,
+`KnownLaunches` stores the status of processes.  We chose a subclass, not a member, because users call its constructor,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
 Several threads may use one executor.  Its requests run one after the other (`in_turn`), except waiting, reading
@@ -64,15 +64,55 @@ def in_turn(method: "Callable[Concatenate[Executor, P], T]") -> "Callable[Concat
     return alone
 
 
+class KnownLaunches:
+    """The launches of one executor: their handles, and the platform's last answer about each process."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.handles: dict[Launch, Handle] = {}
+        self._platform = platform
+        self._not_started: dict[Handle, NotStarted] = {}
+        self._known: dict[Hashable, Status] = {}
+
+    def keep(self, spec: ReplicaSpec, answer: Handle | NotStarted, at: float) -> Handle:
+        """Store the platform's answer to a launch at Unix time `at`; return its handle, which may have no process."""
+        if isinstance(answer, Handle):
+            self.handles[launch_of(spec)] = answer
+            return answer
+        handle = replace(self._platform.new_handle(spec), launched_at=at)
+        self._not_started[handle] = answer
+        return handle
+
+    def forget(self, run: str) -> None:
+        self.handles = {launch: handle for launch, handle in self.handles.items() if launch[0] != run}
+
+    def note(self, handle: Handle, answer: Status) -> None:
+        self._known[self._platform.memory_key(handle)] = answer
+
+    def why_not_started(self, handle: Handle) -> NotStarted | None:
+        """Return the reason why a handle has no process; None if it has one."""
+        if handle in self._not_started:
+            return self._not_started[handle]
+        platform = self._platform
+        if handle.native and re.fullmatch(platform.id_form, handle.native, re.ASCII) is None:
+            return NotStarted(f"{handle.native!r} is not an id of {platform.name}, so it names no process there")
+        return None if platform.is_started(handle) else NotStarted("it could not be started")
+
+    def last_status(self, handle: Handle) -> Status:
+        """Return the status that the platform reported last."""
+        return self._known.get(self._platform.memory_key(handle)) or Status(handle, self._platform.first_state)
+
+    def has_ended(self, handle: Handle) -> bool:
+        """Whether an earlier poll saw the end of this process."""
+        return self.last_status(handle).state.ended
+
+
 class Executor(Platform, FleetExecutor, ABC):
     """The processes that were launched on one platform."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self.turn = threading.RLock()
-        self._launched: dict[Launch, Handle] = {}
-        self._not_started: dict[Handle, NotStarted] = {}
-        self._known: dict[Hashable, Status] = {}  # the last answer about each process
+        self.known = KnownLaunches(self)
         self._cancelled: set[Handle] = set()
         self._deadlines: dict[Handle, float] = {}  # when a cancelled process is killed
         self._functions: set[Handle] = set()  # called with keywords: exit codes do not mean what exitcodes.py says
@@ -101,7 +141,7 @@ class Executor(Platform, FleetExecutor, ABC):
     @in_turn
     def launch_specs(self, specs: Sequence[ReplicaSpec]) -> list[Handle]:
         """Launch specs.  Skip a launch whose process exists already; repeat a launch that failed before."""
-        new = {launch_of(s): s for s in specs if launch_of(s) not in self._launched}
+        new = {launch_of(s): s for s in specs if launch_of(s) not in self.known.handles}
         faults = {launch: why for launch, s in new.items() if (why := self.fault_of(s))}
         if new and len(faults) == len(new):
             raise ExecutorError(next(iter(faults.values())))
@@ -114,53 +154,30 @@ class Executor(Platform, FleetExecutor, ABC):
         unclear = [x.reason for x in answers.values() if isinstance(x, NotStarted) and x.state is State.LOST]
         if unclear and len(unclear) == len(specs):
             raise Unavailable(unclear[0])  # the same launch may be repeated, and is no replica's failure
-        handles = self._launched | {launch: self.keep_answer(new[launch], x) for launch, x in answers.items()}
+        at = self._clock.wall()
+        kept = {launch: self.known.keep(new[launch], answer, at) for launch, answer in answers.items()}
+        handles = self.known.handles | kept
         if leash is not None and leased:
             leash.hold([handles[launch] for launch in good], lease_s)
         self._functions |= {handles[launch_of(s)] for s in specs if s.kwargs is not None}
         return [handles[launch_of(s)] for s in specs]
-
-    def keep_answer(self, spec: ReplicaSpec, answer: Handle | NotStarted) -> Handle:
-        """Store the platform's answer to a launch; return the handle, a failed one if nothing was started."""
-        if isinstance(answer, Handle):
-            self._launched[launch_of(spec)] = answer
-            return answer
-        handle = replace(self.new_handle(spec), launched_at=self._clock.wall())
-        self._not_started[handle] = answer
-        return handle
 
     # ------------------------------------------------------------------ watching
 
     @in_turn
     def poll(self, handles: Iterable[Handle]) -> list[Status]:
         handles = list(handles)
-        self._enforce_deadlines()
+        _kill_due(self, self.known, self._deadlines, self._clock.now())
         asked = list(dict.fromkeys(h for h in handles if self.is_ours(h) and self.needs_look(h)))
         answers = dict(zip(asked, _answers_of(self, asked), strict=True))
         for handle, answer in answers.items():
             if isinstance(answer, Status) and not answer.stale:
-                self._known[self.memory_key(handle)] = answer
+                self.known.note(handle, answer)
         return [_status_of(self, h, answers.get(h)) for h in handles]
 
     def needs_look(self, handle: Handle) -> bool:
         """Whether a poll asks the platform about this process."""
-        return self.why_not_started(handle) is None and not self.has_ended(handle)
-
-    def why_not_started(self, handle: Handle) -> NotStarted | None:
-        """Return the reason why a handle has no process; None if it has one."""
-        if handle in self._not_started:
-            return self._not_started[handle]
-        if handle.native and re.fullmatch(self.id_form, handle.native, re.ASCII) is None:
-            return NotStarted(f"{handle.native!r} is not an id of {self.name}, so it names no process there")
-        return None if self.is_started(handle) else NotStarted("it could not be started")
-
-    def last_status(self, handle: Handle) -> Status:
-        """Return the status that the platform reported last."""
-        return self._known.get(self.memory_key(handle)) or Status(handle, self.first_state)
-
-    def has_ended(self, handle: Handle) -> bool:
-        """Whether an earlier poll saw the end of this process."""
-        return self.last_status(handle).state.ended
+        return self.known.why_not_started(handle) is None and not self.known.has_ended(handle)
 
     def collect(self, handles: Sequence[Handle], timeout: float | None = None) -> list[Result]:
         from executors.platforms.short_form import wait_for_all
@@ -186,12 +203,12 @@ class Executor(Platform, FleetExecutor, ABC):
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         if not self.is_ours(handle):
             raise ExecutorError(_whose(handle))
-        if (why := self.why_not_started(handle)) is not None:
+        if (why := self.known.why_not_started(handle)) is not None:
             return last_lines(why.reason.splitlines(), tail)
         return [] if tail == 0 else last_lines(self.read_log(handle, tail), tail)
 
     def follow(self, handle: Handle, tail: int | None = None) -> Iterator[str]:
-        if not self.is_ours(handle) or self.why_not_started(handle) is not None:
+        if not self.is_ours(handle) or self.known.why_not_started(handle) is not None:
             return iter(self.logs(handle, tail))
         return self.follow_log(handle, tail, lambda: self.poll([handle])[0].state.ended)
 
@@ -216,7 +233,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
-        going = [h for h in handles if self.is_ours(h) and self.why_not_started(h) is None and self.may_run(h)]
+        going = [h for h in handles if self.is_ours(h) and self.known.why_not_started(h) is None and self.may_run(h)]
         new = [h for h in going if h not in self._cancelled]
         self._cancelled.update(going)
         if self.own_grace:
@@ -226,24 +243,11 @@ class Executor(Platform, FleetExecutor, ABC):
         self._deadlines |= {h: min(until, self._deadlines.get(h, until)) for h in going}
         if grace_s > 0:
             _stop(self, new, kill=False)
-        self._enforce_deadlines()
+        _kill_due(self, self.known, self._deadlines, self._clock.now())
 
     def may_run(self, handle: Handle) -> bool:
         """Whether the process may still run, according to its last known status."""
-        return self.is_started(handle) and not self.has_ended(handle)
-
-    def _enforce_deadlines(self) -> None:
-        """Kill the processes whose grace is over; try again later for those that the platform could not reach."""
-        now = self._clock.now()
-        due = [h for h, until in self._deadlines.items() if until <= now]
-        for handle in due:
-            del self._deadlines[handle]
-        alive = [h for h in due if not self.has_ended(h)]
-        try:
-            unheard = _stop(self, alive, kill=True)
-        except ExecutorError:
-            unheard = alive
-        self._deadlines |= dict.fromkeys(unheard, now)
+        return self.is_started(handle) and not self.known.has_ended(handle)
 
     @in_turn
     def find(self, run: str) -> list[Handle]:
@@ -269,7 +273,7 @@ class Executor(Platform, FleetExecutor, ABC):
         """End the processes that the block launched, and wait for their ends."""
         from executors.platforms.short_form import wait_for_all
 
-        handles = list(self._launched.values())
+        handles = list(self.known.handles.values())
         try:
             self.cancel(handles, GRACE_S)
             wait_for_all(lambda: self.poll(handles), self._clock, END_S, self.pause_s)
@@ -281,9 +285,9 @@ class Executor(Platform, FleetExecutor, ABC):
         """Release resources.  Remove unnamed runs from the platform if all their processes have ended."""
         if self._leash is not None:
             self._leash.let_go()
-        for run in {launch[0] for launch in self._launched if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
-            launched = [h for launch, h in self._launched.items() if launch[0] == run]
-            if launched and all(self.has_ended(h) for h in launched):
+        known = self.known
+        for run in {launch[0] for launch in known.handles if re.fullmatch(f"{self.name}://[0-9a-f]{{32}}", launch[0])}:
+            if all(known.has_ended(h) for launch, h in known.handles.items() if launch[0] == run):
                 with suppress(ExecutorError):
                     self.purge(run)
 
@@ -314,6 +318,19 @@ def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collecti
     return (platform.stop(handles, kill) or ()) if handles else ()
 
 
+def _kill_due(platform: Platform, known: KnownLaunches, deadlines: dict[Handle, float], now: float) -> None:
+    """Kill the processes whose grace is over; try again later for those that the platform could not reach."""
+    due = [h for h, until in deadlines.items() if until <= now]
+    for handle in due:
+        del deadlines[handle]
+    alive = [h for h in due if not known.has_ended(h)]
+    try:
+        unheard = _stop(platform, alive, kill=True)
+    except ExecutorError:
+        unheard = alive
+    deadlines |= dict.fromkeys(unheard, now)
+
+
 def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
     """Return one answer for each handle."""
     try:
@@ -326,9 +343,9 @@ def _status_of(executor: Executor, handle: Handle, answer: Status | ExecutorErro
     """Return the status by the newest answer; without an answer, the last known one."""
     if not executor.is_ours(handle):
         return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
-    if (why := executor.why_not_started(handle)) is not None:
+    if (why := executor.known.why_not_started(handle)) is not None:
         return Status(handle, why.state, why.reason)
-    known = answer if isinstance(answer, Status) else executor.last_status(handle)
+    known = answer if isinstance(answer, Status) else executor.known.last_status(handle)
     if known.handle.native == handle.native:  # else another process runs this launch: report its handle
         known = replace(known, handle=handle)
     return unanswered(known, answer) if isinstance(answer, ExecutorError) and not known.state.ended else known

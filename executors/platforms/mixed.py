@@ -75,7 +75,7 @@ class Mixed(FleetExecutor):
     # ------------------------------------------------------------------ starting
 
     def plan(self, specs: Sequence[ReplicaSpec]) -> LaunchPlan:
-        plans = [executor.plan(part) for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot))]
+        plans = [executor.plan(part) for executor, part in _shared_out(specs, lambda s: self._for_slot(s.slot))]
         total = total_price(p.usd_per_hour for p in plans)
         refused = tuple(why for p in plans for why in p.refused)
         return LaunchPlan(tuple(line for p in plans for line in p.lines), total, refused)
@@ -83,7 +83,7 @@ class Mixed(FleetExecutor):
     def launch_replicas(self, specs: Sequence[ReplicaSpec] | None = None, **short: Any) -> list[Handle]:
         """Launch at all places in parallel.  Raise ExecutorError only if all places raise it."""
         specs = rank_specs(self.name, **short) if specs is None else specs
-        parts = list(self._shared_out(specs, lambda s: self._for_slot(s.slot)))
+        parts = list(_shared_out(specs, lambda s: self._for_slot(s.slot)))
         if not parts:
             return []
         with ThreadPoolExecutor(len(parts)) as pool:
@@ -111,7 +111,7 @@ class Mixed(FleetExecutor):
         return handles
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
-        for executor, part in self._shared_out(specs, lambda s: self._for_slot(s.slot)):
+        for executor, part in _shared_out(specs, lambda s: self._for_slot(s.slot)):
             executor.expect(part)
 
     # ------------------------------------------------------------------ watching
@@ -120,23 +120,18 @@ class Mixed(FleetExecutor):
         handles = list(handles)
         found = {h: self._failed[h] for h in handles if h in self._failed}
         for handle in handles:
-            if handle not in found and (reason := self._out_of_reach(handle)):
-                found[handle] = unanswered(Status(handle, State.RUNNING, reason), reason)
-        for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
+            try:
+                self._for_handle(handle)
+            except ExecutorError as error:
+                found.setdefault(handle, unanswered(Status(handle, State.RUNNING, str(error)), str(error)))
+        for executor, part in _shared_out([h for h in handles if h not in found], self._for_handle):
             found |= dict(zip(part, executor.poll(part), strict=True))
         return [found[h] for h in handles]
-
-    def _out_of_reach(self, handle: Handle) -> str:
-        try:
-            self._for_handle(handle)
-        except ExecutorError as error:
-            return str(error)
-        return ""
 
     def cancel(self, handles: Iterable[Handle], grace_s: float = 15.0) -> None:
         started = [h for h in handles if h not in self._failed]
         trouble: ExecutorError | None = None
-        for executor, part in self._shared_out(started, self._for_handle):
+        for executor, part in _shared_out(started, self._for_handle):
             try:
                 executor.cancel(part, grace_s)
             except ExecutorError as error:  # the other platforms are asked, too
@@ -150,7 +145,7 @@ class Mixed(FleetExecutor):
         for handle in handles:
             if (known := self._failed.get(handle)) is not None:
                 found[handle] = Result(handle, known.state, known.reason)
-        for executor, part in self._shared_out([h for h in handles if h not in found], self._for_handle):
+        for executor, part in _shared_out([h for h in handles if h not in found], self._for_handle):
             left = None if timeout is None else max(0.0, began + timeout - self._clock.now())
             found |= dict(zip(part, executor.collect(part, left), strict=True))
         return [found[h] for h in handles]
@@ -212,15 +207,14 @@ class Mixed(FleetExecutor):
         for executor in self._all:
             executor.close()
 
-    def _shared_out(
-        self, items: Iterable[T], whose: Callable[[T], FleetExecutor]
-    ) -> Iterator[tuple[FleetExecutor, list[T]]]:
-        """Yield each executor with its items."""
-        parts: dict[int, tuple[FleetExecutor, list[T]]] = {}
-        for item in items:
-            executor = whose(item)
-            parts.setdefault(id(executor), (executor, []))[1].append(item)
-        yield from parts.values()
+
+def _shared_out(items: Iterable[T], whose: Callable[[T], FleetExecutor]) -> Iterator[tuple[FleetExecutor, list[T]]]:
+    """Yield each executor with its items."""
+    parts: dict[int, tuple[FleetExecutor, list[T]]] = {}
+    for item in items:
+        executor = whose(item)
+        parts.setdefault(id(executor), (executor, []))[1].append(item)
+    yield from parts.values()
 
 
 def _try_launch(executor: FleetExecutor, specs: list[ReplicaSpec]) -> list[Handle] | ExecutorError:

@@ -16,9 +16,9 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from executors.platforms.base import (
     Unavailable,
     run_digest,
 )
-from executors.platforms.container import read_end, replica_lines, with_times
+from executors.platforms.container import ended_as, read_end, replica_lines
 from executors.platforms.executor import Executor
 from executors.platforms.machine import oom
 from executors.platforms.packages.versions import check_command
@@ -113,7 +113,7 @@ class SkyExecutor(Executor):
     ) -> None:
         super().__init__(clock)
         self._setup = setup
-        self._usd = usd_per_hour
+        self.usd_per_hour = usd_per_hour
         self._packages = tuple(packages)
         self._resources = resources
         self._pip = (pip,) if isinstance(pip, str) else tuple(pip)
@@ -129,9 +129,6 @@ class SkyExecutor(Executor):
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
         without = [f"not sent with the code: {', '.join(kept)}"] if (kept := left_out(self._packages)) else []
         return ["SkyPilot chooses the cloud, by price", *without]
-
-    def price_of(self, spec: ReplicaSpec) -> float | None:
-        return self._usd
 
     def fault_of(self, spec: ReplicaSpec) -> str:
         if spec.entrypoint == REPLICA and stays_here(spec.run):
@@ -185,13 +182,13 @@ class SkyExecutor(Executor):
         return folder
 
     def _handle_for(self, run: str, slot: str, attempt: int, job: SkyJob) -> Handle:
-        return Handle(run, slot, attempt, NAME, native=str(job.id), usd_per_hour=self._usd)
+        return Handle(run, slot, attempt, NAME, native=str(job.id), usd_per_hour=self.usd_per_hour)
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """Return a status per handle, from one request for all jobs, and a request for the log of each failed job."""
-        jobs = {j.id: j for j in self._list_jobs([int(h.native) for h in handles])}
+        jobs = {j.id: j for j in _list_jobs([int(h.native) for h in handles])}
         return [answer_or_error(lambda h=h: self._status_from(h, jobs.get(int(h.native)))) for h in handles]
 
     def _status_from(self, handle: Handle, job: SkyJob | None) -> Status:
@@ -201,47 +198,31 @@ class SkyExecutor(Executor):
             return Status(handle, job.state, processes.describe_exit(0), 0)
         if job.state is not State.FAILED:
             return Status(handle, job.state, job.why)
-        return self._failed_as(handle, job, read_end(self._read_log(handle, END_LINES)))
-
-    def _failed_as(self, handle: Handle, job: SkyJob, end: Mapping[str, Any] | None) -> Status:
-        if end is None:
-            why = job.why or "it failed without a report of its end"
-            return Status(handle, State.FAILED if oom.says_out_of_memory(why) else State.LOST, why)
-        words = end["reason"] + (f"; {job.why}" if oom.says_out_of_memory(job.why) else "")
-        outside = oom.from_outside(end["exit_code"], words)
-        return with_times(Status(handle, State.LOST if outside else State.FAILED, words, end["exit_code"]), end)
-
-    def _list_jobs(self, ids: list[int] | None = None) -> list[SkyJob]:
-        try:
-            rows = wait_for_answer(lambda: sky().jobs.queue_v2(refresh=False, job_ids=ids, fields=FIELDS))[0]
-        except NoController:  # no job was ever launched
-            return []
-        return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
+        starved = oom.says_out_of_memory(job.why)
+        if (end := read_end(_read_log(handle, END_LINES))) is not None:
+            status = ended_as(handle, end, why=job.why if starved else "")
+            return status if status.exit_code else replace(status, state=State.FAILED)  # as SkyPilot says
+        why = job.why or "it failed without a report of its end"
+        return Status(handle, State.FAILED if starved else State.LOST, why)
 
     def _newest_by_name(self) -> dict[str, SkyJob]:
         """Return all jobs by name.  If two jobs have one name (after a lost answer), return the older job."""
         self._listed_at = self._clock.now()
-        self._listed = sorted(self._list_jobs(), key=lambda job: -job.id)
+        self._listed = sorted(_list_jobs(), key=lambda job: -job.id)
         return {job.name: job for job in self._listed}
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return replica_lines(self._read_log(handle))
+        return replica_lines(_read_log(handle))
 
     def read_value(self, handle: Handle) -> Any:
-        return (read_end(self._read_log(handle)) or {}).get("value")
-
-    def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        with translated_errors():
-            asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
-            pieces = sky().jobs.tail_logs(**asked, preload_content=False)
-            return [PREFIX.sub("", line) for line in "".join(filter(None, pieces)).splitlines()]
+        return (read_end(_read_log(handle)) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         """Cancel the jobs, and wait for the answer, because the server may accept a request and fail later."""
         with suppress(NoController):  # without a controller there are no jobs
-            names = {job.id: job.name for job in self._list_jobs([int(h.native) for h in handles])}
+            names = {job.id: job.name for job in _list_jobs([int(h.native) for h in handles])}
             ids = [int(h.native) for h in handles if names.get(int(h.native)) == job_name(h)]
             if ids:  # only jobs whose name in the queue is this run's
                 wait_for_answer(lambda: sky().jobs.cancel(job_ids=ids))
@@ -251,7 +232,7 @@ class SkyExecutor(Executor):
             with suppress(ExecutorError):  # without an answer there is no news
                 self._newest_by_name()
         listed = self._handles_of(run, [job for job in self._listed if not job.state.ended])
-        return [handle for handle in listed if not self.has_ended(handle)]  # a poll may be newer than the list
+        return [handle for handle in listed if not self.known.has_ended(handle)]  # a poll may be newer than the list
 
     def discover(self, run: str) -> list[Handle]:
         return sorted(self._handles_of(run, self._newest_by_name().values()), key=lambda handle: handle.attempt)
@@ -288,6 +269,21 @@ def translated_errors() -> Iterator[None]:
         if name in LOST or isinstance(error, OSError):
             raise Unavailable(f"SkyPilot does not answer ({name}): {error}. Next: `sky api status`") from error
         raise ExecutorError(f"SkyPilot refused ({name}): {error}. Next: `sky check` and `sky jobs queue`") from error
+
+
+def _list_jobs(ids: list[int] | None = None) -> list[SkyJob]:
+    try:
+        rows = wait_for_answer(lambda: sky().jobs.queue_v2(refresh=False, job_ids=ids, fields=FIELDS))[0]
+    except NoController:  # no job was ever launched
+        return []
+    return [SkyJob(r.job_id, r.job_name or "", r.status.value, r.failure_reason or r.details or "") for r in rows]
+
+
+def _read_log(handle: Handle, tail: int | None = None) -> list[str]:
+    with translated_errors():
+        asked = {"job_id": int(handle.native), "follow": False, "tail": tail}
+        pieces = sky().jobs.tail_logs(**asked, preload_content=False)
+        return [PREFIX.sub("", line) for line in "".join(filter(None, pieces)).splitlines()]
 
 
 def sky() -> Any:

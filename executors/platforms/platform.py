@@ -48,12 +48,14 @@ class Platform(ABC):
     first_state: the state of a process before the platform's first answer about it.
     pause_s: longest pause between two polls of `collect`, or two reads of `follow`.
     id_form: a regular expression for the platform's ids; any other text is not an id there.
+    usd_per_hour: the price of a replica, if all cost the same; None if it is unknown.
     own_grace: the platform itself kills a process some time after asking it, so `stop` is called only once.
     """
 
     name: str
     first_state = State.STARTING
     pause_s = 2.0
+    usd_per_hour: float | None = 0.0
     own_grace = False
     id_form = r"[A-Za-z0-9][\w.:/-]*"
 
@@ -108,7 +110,7 @@ class Platform(ABC):
 
     def price_of(self, spec: ReplicaSpec) -> float | None:
         """Return dollars per hour; None if the price is unknown."""
-        return 0.0
+        return self.usd_per_hour
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> Iterable[str]:
         """Return more lines of a plan, about all specs together."""

@@ -102,14 +102,14 @@ def rate_line(config: RunConfig, replicas: int) -> str:
     )
 
 
-def _reward_model_lines(config: RunConfig, seconds: float = ASK_S) -> list[str]:
+def _reward_model_lines(config: RunConfig) -> list[str]:
     """Return a line for each reward model, with its additional device memory."""
     from diloco.run.sizing import stored_bytes
 
     found: list[str] = []
     for spelling in config.inner.rewards.models.values():
         name, revision = reward_model_parts(spelling)
-        size = _within(seconds, lambda name=name, revision=revision: stored_bytes(name, revision or None))
+        size = _within(ASK_S, lambda name=name, revision=revision: stored_bytes(name, revision or None))
         said = "its size could not be read; it lies" if size is None else f"{byte_size(size)} more"
         found.append(f"reward model {name}: {said} on the device of every replica, beside what its passes need")
     return found

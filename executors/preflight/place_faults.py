@@ -1,6 +1,6 @@
 """Finds mistakes in the chosen places, from config, places, environment and the packages of this machine.
 
-    devices_fault   several devices for a replica that cannot use them (needs/device_faults.py)
+    devices_fault   several devices for a replica that cannot use them (needs/gpu_faults.py)
     launcher_fault  torchrun has started this command, so its replicas would count as its processes
     proc_fault      /proc is missing, so processes of this machine cannot be told apart
     vllm_missing    [inner.vllm] in a place without vLLM or a GPU, … (needs/vllm_faults.py)
@@ -86,7 +86,7 @@ def notes_about(
         yield f"not checked: {endpoint} is set here; replicas on {', '.join(far)} need it too, or {url}?endpoint=…"
 
     if any(place.gpu for place in places):
-        from executors.preflight.needs.gpu_memory import notes_about_memory
+        from executors.preflight.needs.gpu_faults import notes_about_memory
 
         yield from notes_about_memory(config, places)
 
@@ -94,7 +94,7 @@ def notes_about(
 def devices_fault(config: RunConfig, place: Place) -> str:
     if not place.gpu and place.devices == 1:
         return ""
-    from executors.preflight.needs.device_faults import idle_devices, ranks_fault, unequal_devices
+    from executors.preflight.needs.gpu_faults import idle_devices, ranks_fault, unequal_devices
 
     return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place)
 

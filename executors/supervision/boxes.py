@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco.run.record import Run
 from inner.usercode.rehearse import python_path
+from rendezvous.background import Emit
 
 MODULE = "inner.extras.boxes.sweep"
 ANSWER_S = 300.0
@@ -42,6 +43,13 @@ def sweep_boxes(run: Run) -> Swept:
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
     console = "" if provider == "local" else f", or look at {provider}'s console"
     return Swept(False, f"{words}. Try again: `python {' '.join(command[2:])}`{console}")
+
+
+def sweep_and_report(run: Run, emit: Emit) -> None:
+    """Stop the boxes of an ended run, and log the result."""
+    if (swept := sweep_boxes(run)).none_left:
+        return emit("boxes_swept", text=swept.text)
+    emit("warning", kind="boxes", text=swept.text)
 
 
 def _ask(command: list[str]) -> dict[str, Any]:

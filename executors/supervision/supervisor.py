@@ -38,7 +38,7 @@ from executors.supervision.lease import WATCHING, Lease
 from executors.supervision.looks import Looks, RecordsWatch
 from executors.supervision.money.limit import SpendLimit
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
-from executors.supervision.outage import LAUNCH, REPORT_S, outage_in_words
+from executors.supervision.outage import LAUNCH, REPORT_S, Outages, outage_in_words
 from executors.supervision.slots.plan import (
     Action,
     Cancel,
@@ -56,6 +56,7 @@ from executors.supervision.slots.slots import Slots, wanted_slots
 from executors.supervision.starts import Start, Starts
 from rendezvous import layout
 from rendezvous.agreement.membership import claim, newest_claim, read_control
+from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError, StoreFull, StoreUnclear
 
@@ -175,9 +176,11 @@ class Supervisor:
             while (outcome := self._patient_tick()) is None:
                 self.clock.sleep(self._tick_s)
             if outcome.code == exitcodes.DONE:
-                self.lease.keep_while(self._sweep_once_more)
+                self.lease.keep_while(lambda: _sweep_once_more(self.run, self.clock, self.emit))
             if outcome.code != LOST_LEASE and self.run.config.inner.sampling.boxes is not None:
-                self.lease.keep_while(self._sweep_boxes)
+                from executors.supervision.boxes import sweep_and_report
+
+                self.lease.keep_while(lambda: sweep_and_report(self.run, self.emit))
             end_with_run(self._trackers, self.lease, outcome.code)
             self._alerts.close()
         except Exception as error:
@@ -189,20 +192,6 @@ class Supervisor:
         self.emit("stopped", code=outcome.code, text=outcome.text)
         self.lease.beat("left")  # the next supervisor need not wait
         return outcome
-
-    def _sweep_once_more(self) -> None:
-        """Collect garbage after all replicas have ended: the last replica may have been killed before it could."""
-        try:
-            sweep_after_end(self.run, self.clock, self.emit)
-        except RendezvousError as error:
-            self.emit("garbage_stays", trouble=str(error))
-
-    def _sweep_boxes(self) -> None:
-        from executors.supervision.boxes import sweep_boxes
-
-        if (swept := sweep_boxes(self.run)).none_left:
-            return self.emit("boxes_swept", text=swept.text)
-        self.emit("warning", kind="boxes", text=swept.text)
 
     def _patient_tick(self) -> Outcome | None:
         try:
@@ -261,7 +250,7 @@ class Supervisor:
         if not self._ticked:  # read again: the first look has logged ends, which the budget must count
             report = self._reader.refresh()
         self._reader.forget_events_before(report.head - KEPT_STEPS)
-        self._report_outages()
+        _report_outages(self.slots.outages, self.emit)
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)
             self._leaving = "the run's records are gone"
@@ -278,13 +267,6 @@ class Supervisor:
         self._alerts.tick(report, last=outcome is not None)
         return outcome
 
-    def _report_outages(self) -> None:
-        """Report outages in the run's log and on stderr, once a minute."""
-        for event in self.slots.outages.news():
-            self.emit(**event)
-            if event["event"] == "platform_silent":
-                print(outage_in_words(event), file=sys.stderr, flush=True)
-
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
         if (outcome := self._verdict or self._outcome_if_over(report)) is None:
@@ -297,7 +279,7 @@ class Supervisor:
         if not self.slots.anybody:
             lost = "" if self._verdict else self._records.why_lost(report, again=True)
             return Outcome(exitcodes.USER_ERROR, lost) if lost else outcome
-        return self._given_up(outcome) if now - since > PROOF_S + self.grace_s else None
+        return _given_up(outcome, self.slots) if now - since > PROOF_S + self.grace_s else None
 
     def _grace_s(self, state: SlotState, report: Report) -> float:
         """Return the seconds that a replica may take to end, from a request or from the run's end."""
@@ -310,13 +292,6 @@ class Supervisor:
         if over:
             return finish_s(beat, report.wanted.steps, usual)
         return leave_s(beat, state.asked, self.slots.boundary, usual)
-
-    def _given_up(self, outcome: Outcome) -> Outcome:
-        there = [t.handle for t in self.slots.all() if t.running and t.handle]
-        there += [*self.slots.replaced, *self.slots.duplicates]
-        names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
-        text = f"{outcome.text}\n{names} may still run; `diloco stop {shlex.quote(self.run.url)}` tries again"
-        return Outcome(outcome.code or FAILED, text)
 
     def _outcome_if_over(self, report: Report) -> Outcome | None:
         if report.done:
@@ -420,6 +395,30 @@ class Supervisor:
         else:
             return ["the run has no model yet"]
         return []
+
+
+def _sweep_once_more(run: Run, clock: Clock, emit: Emit) -> None:
+    """Collect garbage after all replicas have ended: the last replica may have been killed before it could."""
+    try:
+        sweep_after_end(run, clock, emit)
+    except RendezvousError as error:
+        emit("garbage_stays", trouble=str(error))
+
+
+def _report_outages(outages: Outages, emit: Emit) -> None:
+    """Report outages in the run's log and on stderr, once a minute."""
+    for event in outages.news():
+        emit(**event)
+        if event["event"] == "platform_silent":
+            print(outage_in_words(event), file=sys.stderr, flush=True)
+
+
+def _given_up(outcome: Outcome, slots: Slots) -> Outcome:
+    there = [t.handle for t in slots.all() if t.running and t.handle]
+    there += [*slots.replaced, *slots.duplicates]
+    names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
+    text = f"{outcome.text}\n{names} may still run; `diloco stop {shlex.quote(slots.run.url)}` tries again"
+    return Outcome(outcome.code or FAILED, text)
 
 
 def main(argv: list[str] | None = None) -> int:

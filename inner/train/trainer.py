@@ -112,7 +112,11 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._score_steps: Callable[[Sequence[Rollout]], list[ScoredSpan]] | None = (
             None if self._process is None else partial(score_steps, self._process)
         )
-        self._take_over_truncation()
+        # TRL also excludes truncated rollouts from the attention, and the student would not see its own tokens at
+        # their turns.  So if lessons or process scores read the turns, exclude them only from the policy loss.
+        self._masks_truncated = self.reads_turns and self.mask_truncated_completions
+        if self._masks_truncated:
+            self.mask_truncated_completions = False
         self._open_channels(pairs, other)
 
     # setting up the channels
@@ -122,8 +126,8 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._splice = HintSplicer(self._render_ids) if channels.sdpo.is_used else None
         self._teacher = self._new_teacher(other) if channels.sdpo.is_used else None
         self._replay: ReplayPairs | None = None
-        if channels.sdpo.is_used and channels.sdpo.context == "hint":
-            self._refuse_without_errors()
+        if channels.sdpo.is_used and channels.sdpo.context == "hint" and not self._has_agent:
+            _refuse_without_errors(self.alpha_sdpo, len(self.tools), self.max_tool_calling_iterations)
         if channels.sdpo.may_collapse:
             warnings.warn(
                 f"alpha_sdpo = {self.alpha_sdpo}, live teacher: the policy collapses (measured: reward .94 to 0). Set "
@@ -153,14 +157,6 @@ class ComposerReplicationTrainer(PolicyTrainer):
         self._pair_at = replay.pair_order(self.share or Share(cast(Any, self.args).seed))
         return replay
 
-    def _refuse_without_errors(self) -> None:
-        if not (self._has_agent or (self.tools and self.max_tool_calling_iterations)):
-            raise InnerError(
-                f"alpha_sdpo = {self.alpha_sdpo} learns from tool errors, and this trainer can never see one (tools: "
-                f"{len(self.tools)}, max_tool_calling_iterations: {self.max_tool_calling_iterations}). Pass tools or "
-                'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
-            )
-
     def report_to(self, host: Host) -> None:
         """Report errors in hints and in the process reward to `host`; continue training. An error in a hint costs only
         that hint; after an error in the process reward a batch has no scores."""
@@ -169,14 +165,6 @@ class ComposerReplicationTrainer(PolicyTrainer):
             self._score_steps = ForgivingProcess(self._process, host, time.monotonic)
 
     # the lessons
-
-    def _take_over_truncation(self) -> None:
-        """Exclude truncated rollouts only from the policy loss if lessons or process scores read the turns.
-
-        TRL also excludes them from the attention. Then the student would not see its own tokens at their turns."""
-        self._masks_truncated = self.reads_turns and self.mask_truncated_completions
-        if self._masks_truncated:
-            self.mask_truncated_completions = False
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> Any:
         out = super()._tool_call_loop(*args, **kwargs)
@@ -389,6 +377,15 @@ class ComposerReplicationTrainer(PolicyTrainer):
         return loss
 
 
+def _refuse_without_errors(alpha: float, tools: int, turns: int) -> None:
+    if not (tools and turns):
+        raise InnerError(
+            f"alpha_sdpo = {alpha} learns from tool errors, and this trainer can never see one (tools: "
+            f"{tools}, max_tool_calling_iterations: {turns}). Pass tools or "
+            'an environment_factory with a public method, sdpo_context = "rollout", or alpha_sdpo = 0.'
+        )
+
+
 def _informed(advantages: Tensor) -> float:
     """Return the share of rollouts with a nonzero advantage.   advantages: (B,) or (B, T)."""
     return (advantages.flatten(1) if advantages.dim() > 1 else advantages[:, None]).ne(0).any(1).float().mean().item()
@@ -398,7 +395,7 @@ def _rollouts_of(
     rows: Any, batch: Any, turns: list[list[Turn]], rewards: list[float], completions: Any
 ) -> list[Rollout]:
     assert len(rows) == len(turns) == len(rewards) == len(completions) == len(batch["completion_ids"])
-    lengths = batch["completion_mask"].sum(1).tolist()  # of whole completions, by _take_over_truncation
+    lengths = batch["completion_mask"].sum(1).tolist()  # of whole completions (_masks_truncated)
     written = batch.get("tool_mask", batch["completion_mask"])
     return [
         Rollout(

@@ -18,7 +18,7 @@ some time.  A LIST may be out of date, so a closer reads every absent offer by G
 Not promised: that the closer survives to read its own commit.  The other replicas do not need the closer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, fields
 from statistics import median
 
@@ -27,7 +27,7 @@ from rendezvous.agreement import rules
 from rendezvous.agreement.chain import ANCHORS, Chain, lost_record
 from rendezvous.agreement.membership import Membership, Wanted, claims_above, refuse_lost_claim, refuse_lower_quorum
 from rendezvous.agreement.offers import OfferBook
-from rendezvous.agreement.rules import Rules, Timing
+from rendezvous.agreement.rules import Peer, Rules, Timing
 from rendezvous.agreement.step_wait import StepWait
 from rendezvous.background import Together, fetch_together
 from rendezvous.clock import Clock
@@ -83,7 +83,7 @@ class Committer:
 
     def _looks_though_led(self, wait: StepWait, wanted: Wanted) -> bool:
         """Whether a replica that does not lead looks for offers: few are missing, or the leaders had enough time."""
-        patience = LED_BEATS * self.timing.beat * (1 + self._is_large_fleet(wanted))
+        patience = LED_BEATS * self.timing.beat * (1 + _is_large_fleet(wanted))
         if wait.idle >= patience or len(self._expected_slots(wanted) - self._listed_slots()) <= FEW:  # reads no beat
             return True
         wait.attempt_in(patience, at_most=patience)
@@ -103,10 +103,13 @@ class Committer:
 
     def _look_for_offers(self, wait: StepWait, wanted: Wanted) -> tuple[dict[str, Offer], str]:
         """Return the fresh offers, and why the step stays open; "" only after a GET for each absent offer."""
-        crowd = self._is_large_fleet(wanted)
-        fresh, why_not, soon = self._assess_offers(
-            self._listed_offers(wanted) if crowd else self._fresh_offers(wanted), wait, wanted
-        )
+        crowd = _is_large_fleet(wanted)
+        if crowd:  # read only new offers, of the slots that one LIST shows
+            there = self._listed_slots()
+            found = self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
+        else:
+            found = self._fresh_offers(wanted)
+        fresh, why_not, soon = self._assess_offers(found, wait, wanted)
         if crowd and soon == 0.0:
             fresh, why_not, soon = self._assess_offers(self._fresh_offers(wanted), wait, wanted)
         wait.attempt_in(0.0 if crowd else soon, at_most=2 * self.timing.beat)
@@ -123,9 +126,6 @@ class Committer:
         awaited = self._awaited_slots(fresh, wanted)
         why_not = self._why_not(fresh, awaited, wanted, wait.waited)
         return fresh, why_not, self._may_close_in(fresh, awaited, wanted, wait) if why_not else 0.0
-
-    def _is_large_fleet(self, wanted: Wanted) -> bool:
-        return wanted.universe > rules.LARGE_FLEET
 
     def _write_commit(self, fresh: dict[str, Offer], wanted: Wanted, snapshot: int) -> str:
         self.chain.refuse_gap(self._step)
@@ -167,11 +167,6 @@ class Committer:
             self.members.note_offer(found[slot])
         return found
 
-    def _listed_offers(self, wanted: Wanted) -> dict[str, Offer]:
-        """Return the fresh offers of the slots that one LIST shows (it may be out of date).  Read only new offers."""
-        there = self._listed_slots()
-        return self._offers_of(slot for slot in self._possible_slots(wanted) if slot in there)
-
     def _late_offers(self, s: int, wanted: Wanted) -> list[Offer]:
         """Return the eligible offers for step s that no commit has listed.  No commit lists one again."""
         if s < 0:
@@ -199,7 +194,7 @@ class Committer:
         if members.slot not in fresh:
             return "has no offer of its own that counts"  # without such an offer, its θ may differ from the step's
         if len(fresh) < m:
-            missing = self._describe_missing(fresh, wanted)
+            missing = _describe_missing(fresh, wanted, members.peers, self.timing.dead_after)
             return f"has offers of {', '.join(sorted(fresh))}, needs min_replicas={m}; {missing}"
         reasons = rules.waiting_for(
             t=self._step, fresh=fresh, expected_slots=awaited, peers=members.peers, waited=waited, rules=self.rules,
@@ -219,14 +214,6 @@ class Committer:
         peers = [self.members.by_now(slot) for slot in awaited]
         times = rules.resolved_in(self._step, peers, so_far, self.rules, self.timing)
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
-
-    def _describe_missing(self, fresh: dict[str, Offer], wanted: Wanted) -> str:
-        """Return a text that names the missing slots, each with its last known state."""
-        missing = [s for s in wanted.slot_names[: wanted.replicas] if s not in fresh]
-        peers = self.members.peers
-        limit = self.timing.dead_after
-        words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
-        return ", ".join(words) or "no other replica is wanted"
 
     def _check_wanted(self, wanted: Wanted) -> str:
         """Read new control records; return "" if there are none, else a reason not to close now.
@@ -271,3 +258,14 @@ class Committer:
             if known:
                 fence[slot] = known
         return fence
+
+
+def _is_large_fleet(wanted: Wanted) -> bool:
+    return wanted.universe > rules.LARGE_FLEET
+
+
+def _describe_missing(fresh: Container[str], wanted: Wanted, peers: Mapping[str, Peer], limit: float) -> str:
+    """Return a text that names the missing slots, each with its last known state."""
+    missing = [s for s in wanted.slot_names[: wanted.replicas] if s not in fresh]
+    words = [f"{s} {peers[s].in_words(limit)}" if s in peers else f"{s} was never seen" for s in missing]
+    return ", ".join(words) or "no other replica is wanted"

@@ -442,12 +442,6 @@ class Membership:
             act()
             self._done_at[name] = now
 
-    def run(self, stopped: Callable[[], bool]) -> None:
-        """Tick until stopped."""
-        while not stopped():
-            self.tick()
-            self.clock.sleep(self.timing.beat)
-
     def _beat(self) -> None:
         with self._beating:  # else a beat of `tick` may be late, and overwrite the last one
             self._beats += 1
@@ -499,18 +493,13 @@ class Membership:
         a_beat = JITTER * self.timing.beat
         now = self.awake_s
         asked = {slot: now - self._read_at.get(slot, -math.inf) for slot in {*slots} - {self.slot}}
-        due = [slot for slot, ago in asked.items() if self._is_due(slot, ago, a_beat if apart is None else apart)]
+        apart_s, limit = a_beat if apart is None else apart, self.timing.dead_after
+        due = [slot for slot, ago in asked.items() if ago >= apart_s or _may_die(self.peers.get(slot), ago, limit)]
         recent = 0 if apart == 0.0 else sum(ago < a_beat for ago in asked.values())
         for slot in sorted(due, key=lambda slot: (-asked[slot], slot))[: max(0, LARGE_FLEET - recent)]:
             when = self.awake_s, self.clock.wall()  # before the request, so a slow request makes no beat look old
             with suppress(RendezvousError):
                 self._observe_beat(slot, read_beat(self.store, slot), when)
-
-    def _is_due(self, slot: str, ago: float, apart: float) -> bool:
-        peer = self.peers.get(slot)
-        limit = self.timing.dead_after
-        dies = peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
-        return dies or ago >= apart
 
     def _observe_beat(self, slot: str, beat: Beat | None, when: tuple[float, float]) -> None:
         """Note the beat that was read, or None.   when: seconds awake and wall clock before the request."""
@@ -531,6 +520,11 @@ class Membership:
 
     def _look_for_control(self) -> None:
         self._do_every(CONTROL_BEATS * self.timing.beat, lambda: self.hear_control(self.store))
+
+
+def _may_die(peer: Peer | None, ago: float, limit: float) -> bool:
+    """Whether a slot that was beating `ago` seconds ago is dead by now if its beat has not changed."""
+    return peer is not None and peer.is_beating(limit) and peer.aged_by(ago).is_dead(limit)
 
 
 def refuse_lost_claim(store: Readable, mine: "Membership") -> None:

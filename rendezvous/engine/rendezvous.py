@@ -321,10 +321,13 @@ class Rendezvous:
             self._replay_own_state(f"commit {commit.t} by {commit.by}", commit.base)
         return commit
 
-    def mean(self, commit: Commit, out: np.ndarray) -> None:
-        """Write the commit's mean into `out`, which may be the vector that was offered."""
+    def mean(self, commit: Commit, out: np.ndarray, *, past: bool = False) -> None:
+        """Write the commit's mean into `out`, which may be the vector that was offered.
+
+        past: this replica did not train for the step, so it does not help to compute the mean.
+        """
         self._snapshots.confirm(commit, closed=commit.by == self.name)
-        self._averager.mean(commit, out)
+        (self._averager.mean_of_past if past else self._averager.mean)(commit, out)
         fragment = commit.t % self.rules.fragments
         self._snapshots.writer.release_fragment(fragment)  # as late as possible: the caller steps the fragment now
         if self._weights is not None:
@@ -360,11 +363,7 @@ class Rendezvous:
         """Take a step for which this replica did not train: compute the mean, apply it, advance."""
         fragment = commit.t % self.rules.fragments
         mean = np.empty(self.state.size(fragment), np.float32)
-        self._snapshots.confirm(commit, closed=commit.by == self.name)
-        self._averager.mean_of_past(commit, mean)
-        self._snapshots.writer.release_fragment(fragment)
-        if self._weights is not None:
-            self._weights.wait_until_read()
+        self.mean(commit, mean, past=True)
         self.state.apply(fragment, mean)
         self.advance(commit)
 

@@ -40,6 +40,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.records.wire import Encoder
 from rendezvous.store import Buffer
 from rendezvous.stores.files import FileStore
+from tests.support.ticking import tick_until
 
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 FORMS = [(codec, sharded) for codec in ("fp32", "int8") for sharded in (False, True)]
@@ -105,7 +106,7 @@ def replica(rank: int, count: int, n: int, rounds: int, form: tuple[str, bool], 
         store, clock, f"r{rank:02d}", rules, Timing(poll=0.01, start_patience=60.0), together=together_on(store)
     )
     rv.claim()
-    threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
+    threading.Thread(target=tick_until, args=(rv.members, lambda: False), daemon=True).start()
     rv.join(NoState())
     source = np.random.default_rng(rank).standard_normal(n, dtype=np.float32)
     vectors, totals, sizes, peaks = [source[: n // 4].copy(), source.copy()], Counter[tuple[str, str]](), [], []

@@ -24,6 +24,7 @@ from rendezvous.background import Worker, together_on
 from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.stores.open import open_store
+from tests.support.ticking import tick_until
 
 FORMS = {"fp32": Rules(codec="fp32"), "fp32 direct": Rules(shard_from=1 << 60), "int8": Rules(codec="int8")}
 
@@ -56,7 +57,7 @@ def life(root: str, form: str, rank: int, count: int, n: int) -> Rendezvous:
         store, clock, f"r{rank:02d}", FORMS[form], Timing(poll=0.005), background=Worker(), together=together_on(store)
     )
     rv.claim()
-    threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
+    threading.Thread(target=tick_until, args=(rv.members, lambda: False), daemon=True).start()
     rv.join(Opaque(n))
     return rv
 

@@ -113,7 +113,7 @@ def test_a_slow_beat_does_not_overwrite_the_last_one(monkeypatch: pytest.MonkeyP
         put(key, body)
 
     monkeypatch.setattr(store, "put", late_put)
-    members.run(lambda: leaver.ident is not None)
+    members.tick()
     leaver.join()
     beat = read_beat(store.inner, "r00")
     assert beat and (beat.phase, beat.n) == ("left", 2)

@@ -178,6 +178,8 @@ class Torchft:
 
     def register_state_dict_fn(self, *_: object) -> None: ...
 
+    current_step = num_participants = allow_state_dict_read = disallow_state_dict_read = register_state_dict_fn
+
 
 LIGHTHOUSE_HAS_NOT: list[dict[str, Any]] = [
     {"codec": "int8"}, {"codec": "auto"}, {"weighting": "samples"}, {"norm_gate": 3.0}, {"max_carry": 1},

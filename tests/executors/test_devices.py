@@ -20,7 +20,7 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_modal.kinds import BASE_MIB, MEMORY_MIB
 from executors.platforms.places import Place
 from executors.preflight import place_faults
-from executors.preflight.needs.gpu_memory import gigabytes_of
+from executors.preflight.needs.gpu_faults import gigabytes_of
 from executors.preflight.quote import fitted_places
 
 

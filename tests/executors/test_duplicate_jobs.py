@@ -93,7 +93,7 @@ def test_an_old_list_calls_no_job_alive() -> None:
     hub, clock = Listed(job("a", 1)), ManualClock()
     lists = JobLists(hub, clock)  # type: ignore[arg-type]
     assert lists.alive_now(RUN) == [] and hub.asked == 0, "nothing was launched there"
-    assert lists.list_live(RUN) == lists.alive_now(RUN) == [job("a", 1)] and hub.asked == 1
+    assert lists.list_once(RUN) == lists.alive_now(RUN) == [job("a", 1)] and hub.asked == 1
     clock.sleep(LISTED_S + 1)
     hub.listed = [job("a", 1, "COMPLETED")]
     assert lists.alive_now(RUN) == [] and hub.asked == 2

@@ -404,7 +404,7 @@ def test_replicas_that_a_supervisor_finds_again_can_be_ended(tmp_path: Path) -> 
         SystemClock().sleep(0.01)
     second = LocalProcessExecutor([], method="spawn")
     (found,) = second.find(run)
-    assert not second._children and processes.works_for(found.pid, run)
+    assert not second._children.all and processes.works_for(found.pid, run)
     second.cancel([found], grace_s=0.0)
     (result,) = second.collect([found], timeout=60.0)
     assert result.state is State.CANCELLED

@@ -16,7 +16,7 @@ import pytest
 from diloco.process import exitcodes, processes
 from executors.cli.typed import option
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, Status
-from executors.platforms.on_host.executor import LocalProcessExecutor, process_folder
+from executors.platforms.on_host.executor import Children, LocalProcessExecutor, process_folder
 from executors.platforms.on_host.forkserver import ForkServer
 from executors.platforms.places import Place, make_executor
 from rendezvous.agreement.membership import claim, write_control
@@ -253,7 +253,7 @@ def test_children_have_their_own_session_one_thread_and_their_env(executor, tmp_
 
 def test_a_dead_fork_server_is_replaced_and_its_children_are_not_lost(forks, tmp_path):
     (first,) = forks.launch_replicas([spec(tmp_path, "sleeps")])
-    server = forks._server._process
+    server = forks._children._server._process
     server.kill()
     server.wait()
     assert forks.poll([first])[0].state is State.RUNNING
@@ -272,7 +272,7 @@ def test_a_missing_module_in_the_preload_list_hurts_nobody(tmp_path):
 @pytest.mark.parametrize(("typed", "names"), [("json,csv", ("json", "csv")), ("json", ("json",)), ("", ())])
 def test_an_option_names_the_modules_to_preload(typed, names):
     made = make_executor(Place("local", options=dict([option(f"preload={typed}")])))
-    assert made._preload == names
+    assert isinstance(made, LocalProcessExecutor) and made._children._preload == names
 
 
 def test_handles_and_statuses_are_plain_json(forks, tmp_path):
@@ -352,7 +352,7 @@ if sys.argv[3] == "after":
     local._registered_handle = die
 executor = local.LocalProcessExecutor(["tests.executors.test_local"], method=sys.argv[2])
 if sys.argv[3] == "before":  # the server has the request, but is still importing
-    server = local.ForkServer(executor._preload, {**executor._env, **local.FORK_ENV})
+    server = local.ForkServer(executor._children._preload, {**executor._children._env, **local.FORK_ENV})
     print(server._process.pid, flush=True)
     server._send(executor._make_request(spec(Path(sys.argv[1]), "sleeps")))
     die()
@@ -430,12 +430,12 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
     forks.collect([handle], timeout=WAIT_S)
     rival = LocalProcessExecutor([HERE])
     request = rival._make_request(spec(tmp_path, "exits", "6"))
-    (pid,) = rival._fork([request])
-    assert isinstance(pid, tuple) and rival._server is not None
-    while pid not in rival._server.exits:
-        rival._server.listen()
+    (pid,) = rival._children.fork([request])
+    assert isinstance(pid, tuple) and rival._children._server is not None
+    while pid not in rival._children._server.exits:
+        rival._children._server.listen()
         time.sleep(0.01)
-    assert rival._server.exits[pid] == 3  # fenced
+    assert rival._children._server.exits[pid] == 3  # fenced
     fresh = LocalProcessExecutor([], method="spawn")
     assert fresh.poll([handle])[0].exit_code == 5
     rival.close()
@@ -443,8 +443,8 @@ def test_the_one_too_many_does_not_write_over_the_other_s_end(forks, tmp_path):
 
 def test_thirty_two_are_launched_at_once(tmp_path, monkeypatch):
     """One fork server, asked once, starts all of them; each ends only when it has seen the 31 others."""
-    asked, fork = [], LocalProcessExecutor._fork
-    monkeypatch.setattr(LocalProcessExecutor, "_fork", lambda self, new: (asked.append(len(new)), fork(self, new))[1])
+    asked, fork = [], Children.fork
+    monkeypatch.setattr(Children, "fork", lambda self, new: (asked.append(len(new)), fork(self, new))[1])
     executor = LocalProcessExecutor([HERE])
     specs = [spec(tmp_path, "meets", str(tmp_path), "32", slot=f"r{i:02d}") for i in range(32)]
     results = executor.collect(executor.launch_replicas(specs), timeout=WAIT_S)
@@ -573,7 +573,7 @@ def test_an_exit_code_belongs_to_one_process_and_not_to_its_pid(tmp_path: Path) 
     server._process = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]  # it is alive
     theirs.sendall(b'{"exited": 7, "started": 1, "code": 3}\n')
     executor = LocalProcessExecutor([])
-    executor._server, executor._forked = server, {(7, 1), (7, 2)}
+    executor._children._server, executor._children._forked = server, {(7, 1), (7, 2)}
     old, new = (Handle(f"file://{tmp_path}", "r00", n, "local", host=machine_name(), pid=7, started=n) for n in (1, 2))
     told = executor.poll([old, new])
     theirs.close()

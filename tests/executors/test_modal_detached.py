@@ -24,7 +24,8 @@ from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from executors.platforms.base import ReplicaSpec
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal.app import app_name
-from executors.platforms.on_modal.executor import SUPERVISOR_CRASHES, ModalExecutor
+from executors.platforms.on_modal.deployment import SUPERVISOR_CRASHES
+from executors.platforms.on_modal.executor import ModalExecutor
 from executors.platforms.places import Place
 from executors.supervision import hosted, lease
 from rendezvous import layout

@@ -22,6 +22,7 @@ from diloco.runlog.summary import summary
 from executors.cli import main as cli
 from executors.cli.looking import status as watch
 from executors.platforms.base import Handle, ReplicaSpec, Unavailable
+from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal import executor as on_modal_executor
 from executors.platforms.on_modal.app import Register, app_name
 from executors.platforms.on_modal.executor import ModalExecutor
@@ -260,7 +261,8 @@ def test_a_message_names_the_request_that_was_not_answered(run, monkeypatch) -> 
         raise modal.exception.ConnectionError("gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(on_modal_executor, "ask_patiently", silent)
+        for module in (on_modal_executor, modal_client):
+            patched.setattr(module, "ask_patiently", silent)
         patched.setattr(executor, "find", lambda run: [])
         for request, act in asked.items():
             with pytest.raises(Unavailable, match=rf"did not answer the request to {request} \(gone\). Try again"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
-from executors.platforms.container import read_end
+from executors.platforms.container import ended_as, read_end
 from executors.platforms.machine import oom
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import ended
@@ -18,7 +18,6 @@ from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.on_modal import calls as modal_calls
 from executors.platforms.on_sky import SkyExecutor, SkyJob
 from executors.platforms.on_slurm.executor import SlurmExecutor
-from executors.platforms.on_slurm.job import ended_as
 from tests.support.world import World
 
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -140,8 +139,8 @@ def test_hugging_face() -> None:
 
 
 def test_modal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert modal_calls._status_of_end(rented("modal"), KILLED).state is State.LOST
-    assert modal_calls._status_of_end(rented("modal"), STARVED).state is State.FAILED
+    assert ended_as(rented("modal"), KILLED).state is State.LOST
+    assert ended_as(rented("modal"), STARVED).state is State.FAILED
     import modal.exception as e
 
     class Modal:
@@ -180,10 +179,10 @@ def test_slurm(tmp_path: Path) -> None:
 
 def test_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, h = SkyExecutor(), rented("sky")
-    monkeypatch.setattr(executor, "_read_log", lambda *_: [])
+    monkeypatch.setattr("executors.platforms.on_sky._read_log", lambda *_: [])
     assert executor._status_from(h, SkyJob(7, "x", "FAILED", "pod was OOMKilled")).state is State.FAILED
     assert executor._status_from(h, SkyJob(7, "x", "FAILED", "node gone")).state is State.LOST
-    monkeypatch.setattr(executor, "_read_log", lambda *_: [f"diloco-ended: {json.dumps(KILLED)}"])
+    monkeypatch.setattr("executors.platforms.on_sky._read_log", lambda *_: [f"diloco-ended: {json.dumps(KILLED)}"])
     assert executor._status_from(h, SkyJob(7, "x", "FAILED", "container OOMKilled")).state is State.FAILED
 
 
@@ -210,14 +209,15 @@ def test_a_kill_that_takes_the_fork_server_along_has_words(tmp_path: Path, monke
     executor = LocalProcessExecutor(method="fork", folder=tmp_path, preload=())
     spec = ReplicaSpec(f"file://{tmp_path}", "r00", entrypoint="tests.executors.test_oom:sleep", kwargs={})
     (handle,) = executor.launch_replicas([spec])
-    assert executor._server is not None
+    assert executor._children._server is not None
     count[0] = 2
-    for pid in (executor._server._process.pid, handle.pid):
+    for pid in (executor._children._server._process.pid, handle.pid):
         os.kill(pid, signal.SIGKILL)
     (result,) = executor.collect([handle], timeout=120)
     assert result.state is State.FAILED and result.reason.startswith(oom.UNSEEN), result
     assert "2 processes killed for it here so far" in result.reason
-    died = [executor._server._how_it_died() for _ in range(3)]  # every error that speaks of it has the same words
+    server = executor._children._server
+    died = [server._how_it_died() for _ in range(3)]  # every error that speaks of it has the same words
     assert died[0].startswith(f"has died: {oom.TEXT}") and len(set(died)) == 1, died
     executor.close()
 

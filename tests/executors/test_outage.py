@@ -235,10 +235,10 @@ def test_slurm_tells_a_refusal_from_a_lost_answer(tmp_path, monkeypatch, said, r
 
 
 def test_skypilot_tells_why_it_gives_no_news(monkeypatch):
-    def jobs(self, ids=None):
+    def jobs(ids=None):
         raise Unavailable("SkyPilot does not answer: its API server is gone")
 
-    monkeypatch.setattr(SkyExecutor, "_list_jobs", jobs)
+    monkeypatch.setattr("executors.platforms.on_sky._list_jobs", jobs)
     (status,) = SkyExecutor().poll([rented("sky")])
     assert (status.stale, status.refused) == (True, False) and "API server is gone" in status.trouble
 

@@ -13,8 +13,9 @@ import pytest
 
 from diloco.process import exitcodes, processes
 from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State, short_name
-from executors.platforms.on_slurm.executor import SlurmExecutor
-from executors.platforms.on_slurm.job import CANCELLED, CARD, END, ended_as
+from executors.platforms.container import ended_as
+from executors.platforms.on_slurm.executor import SlurmExecutor, run_folder
+from executors.platforms.on_slurm.job import CANCELLED, CARD, END
 from rendezvous.clock import SystemClock
 from tests.support.entrypoints import marks
 from tests.support.workers import identity, worker
@@ -96,7 +97,7 @@ def test_no_code_lies_in_the_run(tmp_path, monkeypatch):
 
 def test_a_bucket_run_keeps_its_files_at_home(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert SlurmExecutor()._run_folder("s3://bucket/run") == tmp_path / ".diloco" / "slurm" / "s3_bucket_run"
+    assert run_folder(SlurmExecutor()._root, "s3://bucket/run") == tmp_path / ".diloco" / "slurm" / "s3_bucket_run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])

@@ -36,6 +36,7 @@ from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from tests.rendezvous.test_keeping import blob_bytes, fill
 from tests.support.fleet import ENDLESS, WAIT_S
+from tests.support.ticking import tick_until
 from tests.support.workers import identity, worker
 
 HERE, ROOT = __name__, Path(__file__).parents[2]
@@ -75,7 +76,7 @@ class Toy:
         self.journal = Journal(store, clock, slot, self.rv.generation)
         self.ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: self.rv.ask_to_leave())
-        threading.Thread(target=self.rv.members.run, args=(self.ended.is_set,), daemon=True).start()
+        threading.Thread(target=tick_until, args=(self.rv.members, self.ended.is_set), daemon=True).start()
 
     def tell(self, event: str, **fields) -> None:
         if self.journal:

@@ -78,7 +78,7 @@ def test_one_start_of_two_without_an_answer_is_lost(hub: HFJobsExecutor, monkeyp
     answers(monkeypatch, HubJob("y", "r00", 2, "SCHEDULING"), Unavailable("503"))
     first, second = hub.launch_replicas([FIRST, SECOND])
     assert first.native == "y" and not second.native
-    assert hub.why_not_started(second) == hf.NotStarted("503", State.LOST)
+    assert hub.known.why_not_started(second) == hf.NotStarted("503", State.LOST)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, state
 
     monkeypatch.setattr(SlurmExecutor, "fault_of", lambda self, spec: "")
     monkeypatch.setattr(SlurmExecutor, "_submit_job", submit)
-    monkeypatch.setattr(SlurmExecutor, "_wait_for_card", lambda self, spec: pytest.fail("its own turn barred it"))
+    monkeypatch.setattr(
+        "executors.platforms.on_slurm.executor._wait_for_card", lambda *_: pytest.fail("its own turn barred it")
+    )
     executor = SlurmExecutor(folder=tmp_path)
     for _ in range(2):
         if state is None:

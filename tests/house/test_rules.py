@@ -1,7 +1,7 @@
 """The rules of CONTRIBUTING.md that a machine can check, over the source of all four rooms.
 
 a public class name means one class · four things by position at most six · functions of at most 60 lines
-a class of at most 25 methods, but for those in LARGE, each with its reason · folders of at most 14 files
+a class of at most 22 methods, but for those in LARGE, each with its reason · folders of at most 14 files
 no circle of files, also not through imports inside functions · Namespace is known in executors/cli alone, by verbs
 every tensor that rendezvous and diloco make names its dtype and its device · every Python that we start has -P
 """
@@ -15,8 +15,12 @@ from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("diloco", "executors", "inner", "rendezvous")
-MOST_METHODS, MOST_LINES, MOST_POSITIONAL, MOST_FILES = 25, 60, 6, 14
-LARGE: dict[str, str] = {}
+MOST_METHODS, MOST_LINES, MOST_POSITIONAL, MOST_FILES = 22, 60, 6, 14
+LARGE = {
+    "ModalExecutor": "21 methods are a platform's interface, and Modal answers nearly all in its own way",
+    "Rendezvous": "the protocol on one page, from claim to finish; its parts are objects that it calls",
+    "StoreManager": "the surface of a torchft.Manager, whose names are not ours",
+}
 CALLS_BY_POSITION = {"_encode", "_add"}  # Triton kernels
 
 

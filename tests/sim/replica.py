@@ -25,6 +25,7 @@ from rendezvous.keeping.garbage import Collected
 from rendezvous.records.records import Commit, WireError
 from tests.sim.codecs import Kept, Sent
 from tests.support.fakes import Foreign
+from tests.support.ticking import tick_until
 
 if TYPE_CHECKING:
     from tests.sim.simulate import World
@@ -276,7 +277,7 @@ class Replica:
         self.rv.claim()
         if self._finds_no_run():
             return
-        self.w.spawn(self.p, lambda: self.rv.members.run(lambda: self.p.gone))
+        self.w.spawn(self.p, lambda: tick_until(self.rv.members, lambda: self.p.gone))
         self.clock.sleep(self.w.rng.choice((0.5, 3.0)))
         self._train()
         self.rv.finish("done" if self.rv.is_done else "leaving")

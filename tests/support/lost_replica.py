@@ -16,6 +16,7 @@ from rendezvous.clock import SystemClock
 from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import RendezvousError
 from rendezvous.stores.open import open_store
+from tests.support.ticking import tick_until
 
 TIMING = Timing(dead_after=2.0, give_up=20.0, store_patience=2.0)
 INNER_S = 0.05  # of the one inner step of an outer step
@@ -43,7 +44,7 @@ class Three:
 def live(rv: Rendezvous, report) -> None:
     state, number = Three(), float(rv.slot[1:]) + 1.0
     rv.claim()
-    threading.Thread(target=rv.members.run, args=(lambda: False,), daemon=True).start()
+    threading.Thread(target=tick_until, args=(rv.members, lambda: False), daemon=True).start()
     rv.join(state)
     while not rv.is_done:
         time.sleep(INNER_S)

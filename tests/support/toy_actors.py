@@ -15,6 +15,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import Fenced
 from rendezvous.stores.files import FileStore
 from tests.executors.test_supervisor import TIMING
+from tests.support.ticking import tick_until
 from tests.support.workers import identity
 
 CLOCK = SystemClock()
@@ -29,7 +30,7 @@ def toy_actor(argv: list[str]) -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: rv.ask_to_leave())
     rv.members.status.enter_phase("sample", 0)
-    threading.Thread(target=rv.members.run, args=(ended.is_set,), daemon=True).start()
+    threading.Thread(target=tick_until, args=(rv.members, ended.is_set), daemon=True).start()
     try:
         while not rv.is_leaving and rv.store.get(layout.commit_key(read_control(rv.store).steps - 1)) is None:
             rv.members.refuse_if_fenced()

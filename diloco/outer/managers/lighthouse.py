@@ -18,7 +18,8 @@ since the last sync are lost); a digest check of θ between replicas; a norm gat
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -57,16 +58,17 @@ class LighthouseManager:
     def __init__(self, manager: "Manager", session: Session | None = None) -> None:
         self._manager = manager
         self.rounds = LighthouseRounds(manager, session)
-
-    @property
-    def _use_async_quorum(self) -> bool:
-        return self._manager._use_async_quorum
+        self._use_async_quorum = manager._use_async_quorum
+        self.current_step = manager.current_step
+        self.num_participants = manager.num_participants  # replicas in the newest quorum; 0 before the first one
+        self.register_state_dict_fn = manager.register_state_dict_fn
+        self.allow_state_dict_read = manager.allow_state_dict_read
+        self.disallow_state_dict_read = manager.disallow_state_dict_read
 
     def start_quorum(self) -> None:
         """Join the quorum of this step, within torchft's quorum time-out. Heal if this replica is behind."""
-        self.rounds.begin_wait()
-        self._ask_torchft(self._manager.start_quorum)
-        self.rounds.end_wait()
+        with self.rounds.waiting():
+            self._ask_torchft(self._manager.start_quorum)
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Work:
         """Send w·Δ and w. The returned Work writes the weighted mean into `tensor`."""
@@ -89,22 +91,6 @@ class LighthouseManager:
         committed = bool(self._ask_torchft(self._manager.should_commit))
         self.rounds.note_vote(committed)
         return committed
-
-    def current_step(self) -> int:
-        return self._manager.current_step()
-
-    def num_participants(self) -> int:
-        """Return the number of replicas in torchft's newest quorum; 0 before the first one."""
-        return self._manager.num_participants()
-
-    def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
-        self._manager.register_state_dict_fn(key, load, save)
-
-    def allow_state_dict_read(self) -> None:
-        self._manager.allow_state_dict_read()
-
-    def disallow_state_dict_read(self) -> None:
-        self._manager.disallow_state_dict_read()
 
     @property
     def done(self) -> bool:
@@ -138,14 +124,13 @@ class LighthouseRounds:
         self.clock: Clock = session.clock if session else SystemClock()
         self.watchdog = session.watchdog if session else Watchdog(self.clock)
         self.spent: dict[str, float] = {}
-        self._loop: OuterLoop | None = None
         self._committed = False
         self.round_began = self.clock.now()
 
     def join(self, loop: "OuterLoop") -> None:
         """Begin at the bucket's newest snapshot. If a peer is at a later step, the first quorum heals this replica."""
         check_lighthouse(loop.outer, OuterConfig())
-        self._loop = loop
+        self._loop = loop  # no method is called before
         self._manager.register_state_dict_fn(
             "healed", self._after_heal, self._unsent_arrays
         )  # torchft loads θ before it calls this
@@ -167,32 +152,32 @@ class LighthouseRounds:
 
     def _unsent_arrays(self) -> dict[str, np.ndarray]:
         """Return the outer state's arrays that torchft does not send."""
-        arrays = self._joined_loop.state.all_arrays()
+        arrays = self._loop.state.all_arrays()
         return {k: v.copy() for k, v in arrays.items() if not k.startswith(("theta.", "momentum."))}
 
     def _after_heal(self, learned: dict[str, np.ndarray]) -> None:
         """Write model ← θ after torchft replaced θ and momentum by a peer's. Our inner steps are discarded."""
-        arrays = self._joined_loop.state.all_arrays()
+        arrays = self._loop.state.all_arrays()
         for name, values in learned.items():
             arrays[name][:] = values
-        self._joined_loop.rewrite_all()
-        self._digests = Digests(self._joined_loop.state, self._joined_loop.rules.fragments)
+        self._loop.rewrite_all()
+        self._digests = Digests(self._loop.state, self._loop.rules.fragments)
         self._emit("healed", step=self._manager.current_step())
 
     # ---------------------------------------------------------------- what torchft does in a round
 
-    def begin_wait(self) -> None:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
         """Note that this round's inner steps are done and torchft waits for the other replicas."""
         self._set_phase("wait")
-        self._wait_began = self.clock.now()
-        self.spent = {"inner_s": self._wait_began - self.round_began}
-
-    def end_wait(self) -> None:
-        self.spent["wait_s"] = self.clock.now() - self._wait_began
+        began = self.clock.now()
+        self.spent = {"inner_s": began - self.round_began}
+        yield
+        self.spent["wait_s"] = self.clock.now() - began
 
     def weigh_round(self) -> float:
         """Return the weight of this replica's Δ: h/H, or 1 for uniform; 0 if it healed in this round."""
-        loop = self._joined_loop
+        loop = self._loop
         self.spent["h"] = h = loop.h[self._manager.current_step() % loop.rules.fragments]
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every
 
@@ -218,10 +203,10 @@ class LighthouseRounds:
         self._set_phase("train")
         if self.session is not None:
             self._report_step(self.session, step - 1)
-            if step % self._joined_loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
+            if step % self._loop.rules.snapshot_every == 0 and self._manager.participating_rank() == 0:
                 self._write_snapshot(self.session)
         self.round_began = self.clock.now()
-        return (step - 1) % self._joined_loop.rules.fragments
+        return (step - 1) % self._loop.rules.fragments
 
     def catch_up(self, late: Callable[[int], None]) -> None:
         """Do nothing: a replica that missed steps heals in the quorum and replays none of them."""
@@ -274,14 +259,9 @@ class LighthouseRounds:
 
     @property
     def h_cap(self) -> int:
-        return self._joined_loop.rules.sync_every
+        return self._loop.rules.sync_every
 
     # ---------------------------------------------------------------- inside
-
-    @property
-    def _joined_loop(self) -> "OuterLoop":
-        assert self._loop is not None, "join comes first"
-        return self._loop
 
     def _set_phase(self, phase: str) -> None:
         if self.session is not None:
@@ -294,9 +274,9 @@ class LighthouseRounds:
             self.session.emit(event, **fields)
 
     def _report_step(self, session: Session, step: int) -> None:
-        fragment = step % self._joined_loop.rules.fragments
-        size = 4 * self._joined_loop.state.size(fragment)
-        empty = self._joined_loop.state.optimizers[fragment].stood
+        fragment = step % self._loop.rules.fragments
+        size = 4 * self._loop.state.size(fragment)
+        empty = self._loop.state.optimizers[fragment].stood
         self._digests.renew_fragment(fragment)
         session.emit(
             "step", step=step, listed=self.spent["h"] > 0, theta=self._digests.base, bytes_up=size,
@@ -309,7 +289,7 @@ class LighthouseRounds:
         session.flush()
 
     def _write_snapshot(self, session: Session) -> None:
-        state = self._joined_loop.state
+        state = self._loop.state
         step = self._manager.current_step()
         snapshots.write(session.rv.store, session.clock, step, state.all_arrays(), base=state.digest(), prev=None)
         session.emit("snapshot", step=step)

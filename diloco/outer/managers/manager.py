@@ -116,6 +116,8 @@ class StoreManager:
         """Return the number of outer steps taken, including the one that should_commit has just confirmed."""
         return self.rounds.current_step()
 
+    batches_committed = current_step  # another of torchft's names
+
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         """Register a state of a bare manager. Under `make_diloco`, torchft registers its own state, without effect."""
         if "_bare" in vars(self) or any(key == known for known, _, _ in self._registered):
@@ -150,9 +152,6 @@ class StoreManager:
         """Return the number of fresh offers in the last commit that this replica knows."""
         last = self.session.rv.chain.known_commit(self.current_step() - 1)
         return len(last.fresh_offers) if last else 0
-
-    def batches_committed(self) -> int:
-        return self.current_step()
 
     def is_participating(self) -> bool:
         return True

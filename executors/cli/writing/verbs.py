@@ -117,16 +117,12 @@ def _export(args: Namespace, run: "Run") -> Answer:
         )
     data = {"run": run.url, "outer_step": step, "to": args.to}
     if args.push:
+        from executors.cli.writing.push import push
+
         lines.append(f"beside it: {', '.join(beside)}")
-        data["pushed"] = None if args.dry_run else _pushed(args, to, names)
+        data["pushed"] = None if args.dry_run else push(to, names, args.push, public=args.public)
         lines.append(f"pushed: {data['pushed']}" if data["pushed"] else "nothing was pushed")
     return Answer(data, lines)
-
-
-def _pushed(args: Namespace, to: Path, names: list[str]) -> str:
-    from executors.cli.writing.push import push
-
-    return push(to, names, args.push, public=args.public)
 
 
 def best_step(run: "Run", step: int | None) -> int:

@@ -161,16 +161,15 @@ class Hub:
         alive: only jobs that have not ended, because a long run has thousands of ended ones.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
-        jobs = [self._job_from_row(row) for row in self._list_rows(labels, sorted(self._live) if alive else ())]
+        jobs = self._list_jobs(labels, sorted(self._live) if alive else ())
         return sorted((job for job in jobs if job.run == labels["run"]), key=lambda job: job.age)
 
     def all_jobs(self) -> list[HubJob]:
         """List the jobs of all runs, of any launcher: a job with a run, a slot and an attempt is ours.  One try."""
-        found = [self._job_from_row(row) for row in self._list_rows({})]
-        return [job for job in found if job.run and job.slot and job.attempt]
+        return [job for job in self._list_jobs({}) if job.run and job.slot and job.attempt]
 
-    def _list_rows(self, labels: Mapping[str, str], stages: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-        """Yield rows, page by page.  The client's `list_jobs` would hide the Hub's time-out, and retry for too long."""
+    def _list_jobs(self, labels: Mapping[str, str], stages: Sequence[str] = ()) -> Iterator[HubJob]:
+        """Yield jobs, page by page.  The client's `list_jobs` would hide the Hub's time-out, and retry for too long."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         api = self.api
@@ -181,7 +180,8 @@ class Hub:
             headers = self._sdk.utils.build_hf_headers(token=api.token)
             reply = get_session().get(url, params=params, headers=headers, timeout=ANSWER_S)
             hf_raise_for_status(reply)
-            yield from reply.json()
+            for row in reply.json():
+                yield self._job_from(self._sdk.JobInfo(**row), row.get("timeoutSeconds", row.get("timeout")))
             url = reply.links.get("next", {}).get("url")
             params = None
 
@@ -193,7 +193,7 @@ class Hub:
             if status_of(error) == 404:
                 return None
             raise
-        job = self._job_from_info(info)
+        job = self._job_from(info)
         return job if job.run == run_label(run) else None
 
     def start(self, run: str, slot: str, attempt: int, limit_s: int, attempts: int = 1, **wanted: Any) -> HubJob:
@@ -207,7 +207,7 @@ class Hub:
         known: list[HubJob] = []
         for pause in (*PAUSES, None):
             try:
-                return known[0] if known else self._job_from_info(self.api.run_job(**asked, name=name))
+                return known[0] if known else self._job_from(self.api.run_job(**asked, name=name))
             except Exception as error:
                 if pause is None or not is_transient(error):
                     raise as_executor_error(f"start {slot}", error) from error
@@ -238,11 +238,8 @@ class Hub:
         """Yield the lines of a job.   follow: until the job ends; else until the output pauses for a few seconds."""
         yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.namespace, follow=follow, tail=tail)
 
-    def _job_from_info(self, info: Any) -> HubJob:
-        return self._job_from_row({"labels": info.labels, "id": info.id}, info)
-
-    def _job_from_row(self, row: Mapping[str, Any], info: Any = None) -> HubJob:
-        info = info or self._sdk.JobInfo(**row)
+    def _job_from(self, info: Any, given: Any = None) -> HubJob:
+        """Return a job.   given: the Hub's time-out, which the client's JobInfo lacks."""
         labels = info.labels or {}
         ran = (info.durations and info.durations.running_secs) or 0.0
         began, finished = (at.timestamp() if at else 0.0 for at in (info.started_at, info.finished_at))
@@ -250,7 +247,6 @@ class Hub:
             ran = finished - began
         number = labels.get("attempt", "")
         limit = labels.get("limit", "")
-        given = row.get("timeoutSeconds", row.get("timeout"))
         stage = str(getattr(info.status.stage, "value", info.status.stage))
         self._live |= {stage}.difference(ENDED)
         return HubJob(

@@ -18,6 +18,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from diloco.process import processes
@@ -36,10 +37,11 @@ from executors.platforms.on_hf_jobs.client import (
     is_transient,
 )
 from executors.platforms.on_hf_jobs.job_spec import CPU, IMAGE, TIMEOUT_S, Recipe
-from executors.platforms.on_hf_jobs.jobs import ANSWER_S, JobLists, best_last, job_that_counts
+from executors.platforms.on_hf_jobs.jobs import ANSWER_S, JobLists, best_last, job_that_counts, refused
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
 
+NAME = "hf-jobs"
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
 WATCHES = 10  # starts of a supervisor's job by the Hub, at most; after a good end there is no further start
@@ -61,7 +63,7 @@ class HFJobsExecutor(Executor):
     vllm: replicas generate with vLLM, and get the versions of packages/versions.py.
     """
 
-    name = "hf-jobs"
+    name = NAME
     pause_s = 0.5
     own_grace = True
     labelled = True
@@ -112,37 +114,18 @@ class HFJobsExecutor(Executor):
     def submit(self, specs: Sequence[ReplicaSpec]) -> list[Handle | NotStarted]:
         outcomes: dict[Launch, HubJob | Exception | str] = {}
         for run in dict.fromkeys(s.run for s in specs):
-            outcomes |= self._start_missing(run, [s for s in specs if s.run == run])
-        return [self._answer_from(s, outcomes[launch_of(s)]) for s in specs]
-
-    def _start_missing(self, run: str, specs: Sequence[ReplicaSpec]) -> dict[Launch, HubJob | Exception | str]:
-        """Start the jobs that do not exist yet, all at once; then check which jobs the Hub started."""
-        there = {(run, j.slot, j.attempt): j for j in reversed(self._jobs.list_patiently(run))}  # the oldest counts
-        new = [s for s in specs if launch_of(s) not in there]
-        outcomes = at_once([_start_request(self._hub, self._recipe, self._options, s) for s in new])
-        if new and len(new) == len(specs) and all(refused(x) for x in outcomes):
-            raise next(x for x in outcomes if isinstance(x, Exception))
-        started = dict(zip(map(launch_of, new), outcomes, strict=True))
-        return {**there, **started, **self._jobs.settle_duplicates(run, started)}
+            request = partial(_start_request, self._hub, self._recipe, self._options)
+            outcomes |= self._jobs.start_missing(run, [s for s in specs if s.run == run], request)
+        answers = {launch_of(s): _answer_from(self._hub, s.run, outcomes[launch_of(s)]) for s in specs}
+        lost = {launch for launch, x in answers.items() if isinstance(x, NotStarted) and x.state is State.LOST}
+        self._jobs.given_up = self._jobs.given_up.difference(answers) | lost
+        return [answers[launch_of(s)] for s in specs]
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         outcomes = at_once([lambda h=h: self._hub.renew(h, until) for h in handles if h.native])
         for error in (x for x in outcomes if isinstance(x, Exception)):
             raise as_executor_error("renew the launcher's lease", error) from error
         return True
-
-    def _answer_from(self, spec: ReplicaSpec, outcome: HubJob | Exception | str) -> Handle | NotStarted:
-        self._jobs.given_up.discard(launch_of(spec))
-        if isinstance(outcome, HubJob):
-            return self._handle_for(spec.run, outcome)
-        if isinstance(outcome, str) or refused(outcome):
-            return NotStarted(str(outcome))
-        self._jobs.given_up.add(launch_of(spec))
-        return NotStarted(str(outcome), State.LOST)
-
-    def _handle_for(self, run: str, job: HubJob) -> Handle:
-        price = self._hub.known_price(job.flavor)
-        return Handle(run, job.slot, job.attempt, self.name, native=job.id, launched_at=job.created, usd_per_hour=price)
 
     # ------------------------------------------------------------------ watching
 
@@ -160,41 +143,18 @@ class HFJobsExecutor(Executor):
         Cancel second jobs of one launch.
         """
         runs = list(dict.fromkeys(h.run for h in handles))
-        found = at_once([lambda run=run: self._jobs.list_live(run) for run in runs], ANSWER_S)
+        found = at_once([lambda run=run: self._jobs.list_once(run) for run in runs], ANSWER_S)
         lists = dict(zip(runs, found, strict=True))
         jobs = [(run, job) for run, found in lists.items() if isinstance(found, list) for job in found]
         asked = [h for h in handles if h.native and isinstance(lists[h.run], list)]
         listed = {h: [j for run, j in jobs if (run, j.slot, j.attempt) == launch_of(h)] for h in asked}
-        seen = at_once([lambda h=h: self._look_up_status(h, listed[h]) for h in asked], ANSWER_S)
+        seen = at_once([lambda h=h: _look_up_status(self._hub, h, listed[h]) for h in asked], ANSWER_S)
         self._jobs.end_unwanted(jobs)
         answers = {**{h: lists[h.run] for h in handles}, **dict(zip(asked, seen, strict=True))}
         return [_status_or_error(h, answers[h]) for h in handles]
 
-    def _look_up_status(self, handle: Handle, listed: Sequence[HubJob]) -> Status:
-        """Return the status of one launch.   listed: its live jobs."""
-        is_listed = any(j.id == handle.native for j in listed)
-        own = None if is_listed else self._hub.job(handle.run, handle.native)  # the job has ended, or the list is old
-        others = [] if listed else self._hub.jobs(handle.run, handle.slot, handle.attempt)  # ended jobs, too
-        job = job_that_counts([*listed, *others, *([] if own is None else [own])])
-        if job is None or job.stage == "DELETED":
-            return Status(handle, State.LOST, "Hugging Face knows no such job any more")
-        if job.id != handle.native:
-            handle = self._handle_for(handle.run, job)
-        if job.stage == "SCHEDULING":
-            return Status(handle, State.PENDING, job.message)
-        if not job.ended:
-            return Status(handle, State.RUNNING, job.message)
-        done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a failed supervisor's job completes, too
-        lines = [] if done else _last_lines(self._hub, job.id)
-        began_at = job.finished - job.ran_s if job.finished else 0.0
-        return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)
-
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        return replica_lines(self._read_log(handle, None if tail is None else tail + END_LINES))
-
-    def _read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
-        what = f"give the log of {handle.slot}"
-        return self._hub.patient(what, lambda: list(self._hub.lines(handle.native, tail=tail)))
+        return replica_lines(_read_log(self._hub, handle, None if tail is None else tail + END_LINES))
 
     def stream_log(self, handle: Handle) -> Iterator[str]:
         """Stream the log.  The client resumes a dropped stream, but raises at a 503."""
@@ -208,9 +168,9 @@ class HFJobsExecutor(Executor):
         return [_result_or_raise(r) for r in at_once([lambda s=s: self.make_result(s) for s in statuses])]
 
     def read_value(self, handle: Handle) -> Any:
-        lines = self._read_log(handle, END_LINES)
+        lines = _read_log(self._hub, handle, END_LINES)
         if all(line.startswith(ENDED) for line in lines):  # a long end, which may begin before these lines
-            lines = self._read_log(handle)
+            lines = _read_log(self._hub, handle)
         return (read_end(lines) or {}).get("value")
 
     # ------------------------------------------------------------------ ending
@@ -221,14 +181,15 @@ class HFJobsExecutor(Executor):
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         """End all jobs of these launches.  If the Hub does not tell now whose job a job is, end that job later."""
-        going = [h for h in handles if not (self.has_ended(h) and self.last_status(h).handle.native == h.native)]
+        last = {h: self.known.last_status(h) for h in handles}
+        going = [h for h, known in last.items() if not (known.state.ended and known.handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
         ids = [h.native for h, is_own in zip(going, own, strict=True) if is_own is True]
         self._jobs.end([*ids, *self._jobs.of_launches(set(map(launch_of, handles)))])
         self._jobs.end_later(h.native for h, is_own in zip(going, own, strict=True) if isinstance(is_own, Exception))
 
     def alive(self, run: str) -> list[Handle]:
-        return [self._handle_for(run, job) for job in self._jobs.alive_now(run)]
+        return [handle_of(self._hub, run, job) for job in self._jobs.alive_now(run)]
 
     def sweep_all(self, dry_run: bool = False) -> list[str]:
         """End all jobs in this namespace that have our labels; with `dry_run`, only list them."""
@@ -238,7 +199,7 @@ class HFJobsExecutor(Executor):
         return [f"the job {job.id} on {self.name}, {job.slot}.{job.attempt} of {job.run}" for job in alive]
 
     def discover(self, run: str) -> list[Handle]:
-        return [self._handle_for(run, job) for job in best_last(self._jobs.list_patiently(run))]
+        return [handle_of(self._hub, run, job) for job in best_last(self._jobs.list_patiently(run))]
 
     def start_supervisor(self, spec: ReplicaSpec, replicas: Sequence[ReplicaSpec]) -> Handle:
         """Start a supervisor's job, on the cheapest hardware."""
@@ -260,6 +221,41 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
     limit = recipe.limit(spec)
     attempts = WATCHES if spec.slot == SUPERVISOR else 1
     return lambda: hub.start(spec.run, spec.slot, spec.attempt, limit, attempts, **wanted)
+
+
+def _look_up_status(hub: Hub, handle: Handle, listed: Sequence[HubJob]) -> Status:
+    """Return the status of one launch.   listed: its live jobs."""
+    is_listed = any(j.id == handle.native for j in listed)
+    own = None if is_listed else hub.job(handle.run, handle.native)  # the job has ended, or the list is old
+    others = [] if listed else hub.jobs(handle.run, handle.slot, handle.attempt)  # ended jobs, too
+    job = job_that_counts([*listed, *others, *([] if own is None else [own])])
+    if job is None or job.stage == "DELETED":
+        return Status(handle, State.LOST, "Hugging Face knows no such job any more")
+    if job.id != handle.native:
+        handle = handle_of(hub, handle.run, job)
+    if job.stage == "SCHEDULING":
+        return Status(handle, State.PENDING, job.message)
+    if not job.ended:
+        return Status(handle, State.RUNNING, job.message)
+    done = job.stage == "COMPLETED" and handle.slot != SUPERVISOR  # a failed supervisor's job completes, too
+    lines = [] if done else _last_lines(hub, job.id)
+    began_at = job.finished - job.ran_s if job.finished else 0.0
+    return replace(ended(handle, job, lines), began_at=began_at, ended_at=job.finished)
+
+
+def handle_of(hub: Hub, run: str, job: HubJob) -> Handle:
+    price = hub.known_price(job.flavor)
+    return Handle(run, job.slot, job.attempt, NAME, native=job.id, launched_at=job.created, usd_per_hour=price)
+
+
+def _answer_from(hub: Hub, run: str, outcome: HubJob | Exception | str) -> Handle | NotStarted:
+    if isinstance(outcome, HubJob):
+        return handle_of(hub, run, outcome)
+    return NotStarted(str(outcome), State.FAILED if isinstance(outcome, str) or refused(outcome) else State.LOST)
+
+
+def _read_log(hub: Hub, handle: Handle, tail: int | None = None) -> list[str]:
+    return hub.patient(f"give the log of {handle.slot}", lambda: list(hub.lines(handle.native, tail=tail)))
 
 
 def _last_lines(hub: Hub, job_id: str) -> list[str]:
@@ -302,11 +298,6 @@ def _timed_out(job: HubJob) -> str:
         return ""
     cut = f", and not the {job.limit_s} s that were asked for" if job.ran_s < 0.9 * job.limit_s else ""
     return f"{job.message}: ended by Hugging Face after {job.ran_s:.0f} s{cut}"
-
-
-def refused(outcome: object) -> bool:
-    """Whether it is certain that this outcome of a start left no job."""
-    return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)
 
 
 def _split_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Keeps the Hub's last list of each run's jobs: decides which job of a launch counts, and which jobs must be ended.
 
-    list_live(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
+    list_once(run) ─▶ jobs that have not ended, the oldest first    kept: `alive` and `of_launches` make no request
     end(ids)      ─▶ cancelled now, or with the next poll if the Hub does not answer
     given_up      launches that got no answer; if such a launch did start a job, the next poll ends that job
 
@@ -8,10 +8,10 @@ Not promised: that a job which was just started is listed.
 """
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from executors.platforms.base import ExecutorError
-from executors.platforms.executor import Launch
+from executors.platforms.base import ExecutorError, ReplicaSpec, Unavailable
+from executors.platforms.executor import Launch, launch_of
 from executors.platforms.on_hf_jobs.client import ENOUGH_S, Hub, HubJob, at_once
 from rendezvous.clock import Clock
 
@@ -30,15 +30,12 @@ class JobLists:
         self._listed_at: dict[str, float] = {}
         self._unwanted: set[str] = set()  # jobs that could not be cancelled yet
 
-    def list_live(self, run: str) -> list[HubJob]:
-        """List the live jobs of a run, without a retry."""
-        return self._list(run, alive=True)
-
     def list_patiently(self, run: str) -> list[HubJob]:
         """List all jobs of a run, also those that have ended."""
-        return self._hub.patient("list jobs", lambda: self._list(run, alive=False))
+        return self._hub.patient("list jobs", lambda: self.list_once(run, alive=False))
 
-    def _list(self, run: str, *, alive: bool) -> list[HubJob]:
+    def list_once(self, run: str, *, alive: bool = True) -> list[HubJob]:
+        """List the live jobs of a run, or all, without a retry."""
         self._listed_at[run] = self._clock.now()
         self._lists[run] = found = self._hub.jobs(run, alive=alive)
         return found
@@ -46,7 +43,7 @@ class JobLists:
     def alive_now(self, run: str) -> list[HubJob]:
         """Return the run's live jobs by its list, renewed if older than LISTED_S; [] if the run was never listed."""
         if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
-            at_once([lambda: self.list_live(run)], ANSWER_S)  # without an answer the old list counts
+            at_once([lambda: self.list_once(run)], ANSWER_S)  # without an answer the old list counts
         return self.alive(run)
 
     def alive(self, run: str) -> list[HubJob]:
@@ -56,7 +53,19 @@ class JobLists:
         """Return the ids of all live jobs of these launches."""
         return [j.id for run in self._lists for j in self.alive(run) if (run, j.slot, j.attempt) in launches]
 
-    def settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
+    def start_missing(
+        self, run: str, specs: Sequence[ReplicaSpec], request: Callable[[ReplicaSpec], Callable[[], HubJob]]
+    ) -> dict[Launch, HubJob | Exception | str]:
+        """Start the jobs that do not exist yet, all at once; then check which jobs the Hub started."""
+        there = {(run, j.slot, j.attempt): j for j in reversed(self.list_patiently(run))}  # the oldest counts
+        new = [s for s in specs if launch_of(s) not in there]
+        outcomes = at_once(list(map(request, new)))
+        if new and len(new) == len(specs) and all(refused(x) for x in outcomes):
+            raise next(x for x in outcomes if isinstance(x, Exception))
+        started = dict(zip(map(launch_of, new), outcomes, strict=True))
+        return {**there, **started, **self._settle_duplicates(run, started)}
+
+    def _settle_duplicates(self, run: str, started: Collection[Launch]) -> dict[Launch, HubJob | str]:
         """End duplicate jobs and jobs with too short a time-out.
 
         Return the oldest job of each launch, or the reason if it was ended.
@@ -119,3 +128,8 @@ def best_last(jobs: Iterable[HubJob]) -> list[HubJob]:
     """Sort jobs, the best of each slot last.  A live job is better, then a newer attempt, then an older job."""
     youngest_first = sorted(jobs, key=lambda job: job.age, reverse=True)
     return sorted(youngest_first, key=lambda job: (not job.ended, job.attempt))
+
+
+def refused(outcome: object) -> bool:
+    """Whether it is certain that this outcome of a start left no job."""
+    return isinstance(outcome, ExecutorError) and not isinstance(outcome, Unavailable)

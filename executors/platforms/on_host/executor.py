@@ -61,6 +61,70 @@ FORK = hasattr(os, "fork") and sys.platform != "darwin"  # macOS frameworks do n
 REAP_S = 5.0  # longest time from a process's end until its parent has written its exit code
 
 
+Born = tuple[int, int]  # a process: its pid and its start
+
+
+class Children:
+    """The processes that one executor has started: forked by its server, or fresh interpreters.
+
+    preload: modules that the server imports.   env: variables of each process.
+    """
+
+    def __init__(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        self._preload, self._env = preload, env
+        self._server: ForkServer | None = None
+        self._forked = set[Born]()  # by the present server
+        self._spawned: dict[Born, subprocess.Popen[bytes]] = {}
+        self.all = set[Born]()
+
+    def fork(self, requests: Sequence[Mapping[str, Any]]) -> list[Born | OSError]:
+        if not requests:
+            return []
+        if self._server is None or not self._server.alive:  # children of a dead server run on
+            self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
+            self._forked.clear()
+        found = self._server.fork(requests)
+        self._forked |= {pid for pid in found if isinstance(pid, tuple)}
+        self.all |= self._forked
+        return found
+
+    def spawn(self, request: Mapping[str, Any]) -> Born | OSError:
+        env = {**os.environ, **self._env, **request["env"], "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-P", "-c", child.START, json.dumps(request)]
+        try:
+            with appended(request["files"] + ".log") as log:
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+        except OSError as error:
+            return error
+        born = process.pid, processes.start_ticks(process.pid) or 0
+        self._spawned[born] = process
+        self.all.add(born)
+        return born
+
+    def listen(self) -> None:
+        """Hear of the ends that the server has seen."""
+        if self._server is not None:
+            self._server.listen()
+
+    def end_of(self, born: Born) -> tuple[int | None, bool] | None:
+        """Return (exit code, whether the process has ended); None if only its files can tell."""
+        if born in self._spawned:
+            code = _reap_group(self._spawned[born])
+            return code, code is not None
+        server = self._server
+        if server is None or born not in self._forked or not (born in server.exits or server.alive):
+            return None  # a live server will report the end once it has reaped the process
+        return server.exits.get(born), born in server.exits
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for process in self._spawned.values():
+            process.returncode = process.poll() or 0  # the process may run on; Popen must not warn about that
+
+
 class LocalProcessExecutor(Executor):
     """The executor for this machine.   preload: modules that the fork server imports once, before the first launch.
 
@@ -88,20 +152,15 @@ class LocalProcessExecutor(Executor):
     ) -> None:
         super().__init__(clock)
         names = preload.split(",") if isinstance(preload, str) else preload  # a text: of --option
-        self._preload = tuple(filter(None, names))
         self._folder = folder
         self._method = method or ("fork" if FORK else "spawn")
-        self._env = {**ONE_THREAD, **(env or {})}
         self._cores, self._gpus, self._devices = cores, gpus, devices
         if cores or devices != 1:
             from executors.platforms.on_host.affinity import check_cores, check_devices
 
             check_cores(cores)
             check_devices(devices)
-        self._server: ForkServer | None = None
-        self._forked = set[tuple[int, int]]()  # pid and start of the present server's children
-        self._spawned: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
-        self._children = set[tuple[int, int]]()  # pid and start of all processes that we started
+        self._children = Children(tuple(filter(None, names)), {**ONE_THREAD, **(env or {})})
         self._kills = oom.Kills()
         self._starved = dict[Handle, str]()
         self._dead: dict[Handle, float] = {}  # when a poll first found the process dead, still without an exit code
@@ -141,8 +200,8 @@ class LocalProcessExecutor(Executor):
                 requests[i] = request
         fresh = {i for i, r in requests.items() if r["fresh"] or self._method != "fork" or len(r["cores"]) > 1}
         forks = [i for i in requests if i not in fresh]
-        pids = dict(zip(forks, self._fork([requests[i] for i in forks]), strict=True))
-        pids |= {i: self._spawn(requests[i]) for i in fresh}
+        pids = dict(zip(forks, self._children.fork([requests[i] for i in forks]), strict=True))
+        pids |= {i: self._children.spawn(requests[i]) for i in fresh}
         found |= {i: _registered_handle(requests[i], pid) for i, pid in pids.items()}
         answers = [found[i] for i in range(len(specs))]
         return [x if isinstance(x, Handle) else NotStarted(str(x)) for x in answers]
@@ -171,32 +230,6 @@ class LocalProcessExecutor(Executor):
 
         return gpu_of(spec, self._gpus, self._devices), cores_of(spec.slot, self._cores)
 
-    def _fork(self, requests: Sequence[Mapping[str, Any]]) -> list[tuple[int, int] | OSError]:
-        if not requests:
-            return []
-        if self._server is None or not self._server.alive:  # children of a dead server run on
-            self._server = ForkServer(self._preload, {**self._env, **FORK_ENV})
-            self._forked.clear()
-        found = self._server.fork(requests)
-        self._forked |= {pid for pid in found if isinstance(pid, tuple)}
-        self._children |= self._forked
-        return found
-
-    def _spawn(self, request: Mapping[str, Any]) -> tuple[int, int] | OSError:
-        env = {**os.environ, **self._env, **request["env"], "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-P", "-c", child.START, json.dumps(request)]
-        try:
-            with appended(request["files"] + ".log") as log:
-                process = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-        except OSError as error:
-            return error
-        born = process.pid, processes.start_ticks(process.pid) or 0
-        self._spawned[born] = process
-        self._children.add(born)
-        return born
-
     def _file_stem(self, one: ReplicaSpec | Handle) -> Path:
         """Return the path of its files without their endings.  A handle's `files` is not used: it may be forged."""
         return (self._folder or process_folder(one.run)) / f"{one.slot}.{one.attempt}"
@@ -208,11 +241,10 @@ class LocalProcessExecutor(Executor):
 
     def needs_look(self, handle: Handle) -> bool:
         """Whether a poll looks at the process; True shortly after its end, too: its exit code may still be missing."""
-        return self.why_not_started(handle) is None
+        return self.known.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
-        if self._server is not None:
-            self._server.listen()
+        self._children.listen()
         return [self._look_at(handle) for handle in handles]
 
     def _look_at(self, handle: Handle) -> Status:
@@ -236,14 +268,8 @@ class LocalProcessExecutor(Executor):
 
     def _exit_of(self, handle: Handle) -> tuple[int | None, bool]:
         """Return (exit code, whether the process has ended)."""
-        server, born = self._server, (handle.pid, handle.started)
-        if server is not None and born in self._forked:
-            code = server.exits.get(born)
-            if code is not None or server.alive:  # a live server will report the end once it has reaped the process
-                return code, code is not None
-        if born in self._spawned:
-            code = _reap_group(self._spawned[born])
-            return code, code is not None
+        if (end := self._children.end_of((handle.pid, handle.started))) is not None:
+            return end
         if self.may_run(handle):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
@@ -267,13 +293,13 @@ class LocalProcessExecutor(Executor):
 
     def may_run(self, handle: Handle) -> bool:
         """Whether the handle's process may still run.  A process that is marked for another run is not the handle's."""
-        own = (handle.pid, handle.started) in self._children
+        own = (handle.pid, handle.started) in self._children.all
         return _is_here(handle) and (own or processes.works_for(handle.pid, handle.run) is not False)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
         for handle in handles:
             number = signal.SIGKILL if kill else signal.SIGTERM
-            run = None if (handle.pid, handle.started) in self._children else handle.run
+            run = None if (handle.pid, handle.started) in self._children.all else handle.run
             processes.send_signal(handle.pid, handle.started, number, run=run, group=kill)
 
     def discover(self, run: str) -> list[Handle]:
@@ -288,10 +314,7 @@ class LocalProcessExecutor(Executor):
 
     def close(self) -> None:
         super().close()
-        if self._server is not None:
-            self._server.close()
-        for process in self._spawned.values():
-            process.returncode = process.poll() or 0  # the process may run on; Popen must not warn about that
+        self._children.close()
 
 
 def process_folder(run: str) -> Path:

@@ -65,11 +65,11 @@ class Note(Plain):
     crashes: int = CRASHES
 
 
+@dataclass(eq=False)
 class Register:
     """The launches of one run."""
 
-    def __init__(self, entries: Any) -> None:
-        self._entries = entries
+    _entries: Any
 
     @classmethod
     def open(cls, name: str, create: bool = True) -> Self:

@@ -27,7 +27,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from executors.platforms.base import Handle, State, Status, Unavailable
-from executors.platforms.container import with_times
+from executors.platforms.container import ended_as
 from executors.platforms.machine import oom
 from executors.platforms.on_modal.app import SUPERVISE, Register, app_name, handle_of
 from executors.platforms.on_modal.client import no_answer, sdk
@@ -50,7 +50,7 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
     e = modal.exception
     try:
         end = modal.FunctionCall.from_id(handle.native).get(timeout=0)
-        return _status_of_end(handle, end), end
+        return ended_as(handle, end), end
     except TimeoutError:  # the builtin one: the call has not ended
         running = began or register.began(handle.slot, handle.attempt)
         return Status(handle, State.RUNNING if running else State.PENDING), {}
@@ -69,14 +69,6 @@ def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Statu
         if no_answer(error):
             raise
         return Status(handle, State.FAILED, f"{type(error).__name__}: {error}", 1), {}  # e.g. its import failed
-
-
-def _status_of_end(handle: Handle, end: Mapping[str, Any]) -> Status:
-    """Return the status for an end that container.py reported.  An end by another process's signal is LOST."""
-    code = end["exit_code"]
-    lost = code is None or oom.from_outside(code, end["reason"])
-    state = State.SUCCEEDED if code == 0 else State.LOST if lost else State.FAILED
-    return with_times(Status(handle, state, end["reason"], code), end)
 
 
 # ---------------------------------------------------------------------- logs

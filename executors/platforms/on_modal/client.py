@@ -82,12 +82,12 @@ def _of_proxies() -> str:
     return ". Modal's client uses a proxy only with pip install 'modal[api-proxy-support]'"
 
 
-def ask_patiently(act: Callable[[], T], clock: Clock, patience_s: float | None = None) -> T:
-    """Return the value of `act`, which is repeated for `patience_s` (default: PATIENCE_S) while Modal does not answer.
+def ask_patiently(act: Callable[[], T], clock: Clock) -> T:
+    """Return the value of `act`, which is repeated for PATIENCE_S while Modal does not answer.
 
     act: must tolerate repetition, because the answer of a completed request may be lost.
     """
-    until = clock.now() + (PATIENCE_S if patience_s is None else patience_s)
+    until = clock.now() + PATIENCE_S
     pause = FIRST_PAUSE_S
     while True:
         try:
@@ -156,6 +156,14 @@ def live_apps() -> list[str]:
         last = (done.stderr or done.stdout).strip()[-300:]
         raise ExecutorError(f"`modal app list` failed ({last}), so the apps are unknown. Try it in this shell")
     return [str(app["description"]) for app in json.loads(done.stdout) if app["state"] != "stopped"]
+
+
+def stop_app(name: str, clock: Clock) -> bool:
+    """Stop an app and all its calls; return whether it exists."""
+    with suppress(sdk().exception.NotFoundError):
+        ask_patiently(lambda: sdk().App.lookup(name).stop(), clock)
+        return True
+    return False
 
 
 def volume_id(name: str) -> str:

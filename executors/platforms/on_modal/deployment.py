@@ -9,20 +9,23 @@ Not promised: that running containers see a secret that is changed after a deplo
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any
 
-from executors.platforms.base import ExecutorError, ReplicaSpec
+from executors.platforms.base import ExecutorError, Handle, ReplicaSpec, State
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import client as modal_client
-from executors.platforms.on_modal.app import SUPERVISE, Note, Register, app_name
+from executors.platforms.on_modal.app import SUPERVISE, Note, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, sdk, translated_errors
 from executors.platforms.on_modal.image import fingerprint, image_of, with_source
 from executors.platforms.on_modal.kinds import Kind
+from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
+from rendezvous.layout import SUPERVISOR
 
+SUPERVISOR_CRASHES = 10
 AGAIN = 9  # times that Modal calls a supervisor's function again after it has raised
 
 
@@ -145,7 +148,22 @@ class Deployments:
         """Return the register of a run.   create: make a missing register; launches and lease renewals set this."""
         return self._registers.setdefault((run, create), Register.open(app_name(run), create))
 
-    def spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
+    def launch(self, spec: ReplicaSpec, price: float | None, known: Mapping[str, Any] | None) -> Handle | NotStarted:
+        """Start one process.   known: the launch's entry if it was started before; then start nothing."""
+        kind = self.kind_of(spec)
+        watches = spec.slot == SUPERVISOR
+        note = Note(app_name(spec.run), self._clock.wall(), price, SUPERVISOR_CRASHES if watches else modal_app.CRASHES)
+        timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
+        try:
+            known = known or self._spawn(timed, note, SUPERVISE if watches else kind.function)
+        except Exception as error:  # the connection or the service failed, or the function does not exist
+            self.doubt(spec.run)
+            if modal_client.no_answer(error):  # not the replica's fault; a call that started registers the launch
+                return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
+            return NotStarted(f"Modal did not start it: {error}")
+        return handle_of(spec.run, spec.slot, spec.attempt, known)
+
+    def _spawn(self, spec: ReplicaSpec, note: Note, function: str) -> dict[str, Any]:
         """Spawn a call; return the launch's entry in the register.
 
         If another call was faster, cancel ours, which would otherwise end only after its container's start.

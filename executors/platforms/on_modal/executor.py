@@ -23,7 +23,7 @@ from executors.platforms.executor import Executor, launch_of
 from executors.platforms.on_modal import app as modal_app
 from executors.platforms.on_modal import calls as modal_calls
 from executors.platforms.on_modal import client as modal_client
-from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Note, Register, app_name, handle_of
+from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
 from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, MEMORY_MIB, Kind
@@ -34,7 +34,6 @@ from rendezvous.stores.open import stays_here
 
 AT_ONCE = 32
 ANSWER_S = 20.0  # time limit of a poll's requests; a status without an answer by then is stale
-SUPERVISOR_CRASHES = 10
 T = TypeVar("T")
 
 
@@ -130,7 +129,8 @@ class ModalExecutor(Executor):
         for run in {s.run for s in specs}:
             before = self._apps.prepare(run, [s for s in specs if s.run == run])
             known |= {(run, *key): entry for key, entry in before.items()}
-        return list(self._threads.map(self._launch_one, specs, [known.get(launch_of(s)) for s in specs]))
+        prices = map(self.price_of, specs)
+        return list(self._threads.map(self._apps.launch, specs, prices, [known.get(launch_of(s)) for s in specs]))
 
     def expect(self, specs: Sequence[ReplicaSpec]) -> None:
         self._apps.expect(specs)
@@ -141,7 +141,8 @@ class ModalExecutor(Executor):
         if why := self.fault_of(spec):
             raise ExecutorError(why)
         launched = self._apps.prepare(spec.run, [spec], [] if modal_client.inside_container() else replicas, SUPERVISE)
-        return self.keep_answer(spec, self._launch_one(spec, launched.get((SUPERVISOR, spec.attempt))))
+        answer = self._apps.launch(spec, self.price_of(spec), launched.get((SUPERVISOR, spec.attempt)))
+        return self.known.keep(spec, answer, self._clock.wall())
 
     def renew(self, handles: Sequence[Handle], until: float) -> bool:
         with translated_errors("renew the lease"):
@@ -149,37 +150,14 @@ class ModalExecutor(Executor):
                 ask_patiently(lambda run=run: self._apps.register_of(run, create=True).renew(until), self._clock)
         return True
 
-    def _launch_one(self, spec: ReplicaSpec, known: Mapping[str, Any] | None) -> Handle | NotStarted:
-        """Start one process.   known: the launch's entry if it was started before; then start nothing."""
-        kind = self._apps.kind_of(spec)
-        watches = spec.slot == SUPERVISOR
-        crashes = SUPERVISOR_CRASHES if watches else modal_app.CRASHES
-        note = Note(app_name(spec.run), self._clock.wall(), self.price_of(spec), crashes)
-        timed = replace(spec, timeout_s=spec.timeout_s or kind.timeout_s)
-        try:
-            known = known or self._apps.spawn(timed, note, SUPERVISE if watches else kind.function)
-        except Exception as error:  # the connection or the service failed, or the function does not exist
-            self._apps.doubt(spec.run)
-            if no_answer(error):  # not the replica's fault; if the call started, its container registers the launch
-                return NotStarted(f"Modal gave no answer to its launch: {error}", State.LOST)
-            return NotStarted(f"Modal did not start it: {error}")
-        return handle_of(spec.run, spec.slot, spec.attempt, known)
-
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:
-        found = _at_once(self._threads, self._look_at, handles)
-        return [s or _stale_status(self.last_status(h)) for h, s in zip(handles, found, strict=True)]
-
-    def _look_at(self, handle: Handle) -> Status:
-        last = self.last_status(handle)
-        try:
-            register = self._apps.register_of(handle.run)
-            status, end = modal_calls.look_up_call(handle, register, last.state is State.RUNNING)
-        except Exception as error:  # Modal could not be asked; the end of a call is returned, never raised
-            return _stale_status(last, error)
-        self._ends[handle.native] = end
-        return status
+        last = {h: self.known.last_status(h) for h in handles}
+        looks = _at_once(self._threads, lambda h: _look_at(self._apps, h, last[h]), handles)
+        seen = {h: look or (_stale_status(last[h]), None) for h, look in zip(handles, looks, strict=True)}
+        self._ends |= {h.native: end for h, (_, end) in seen.items() if end is not None}
+        return [seen[h][0] for h in handles]
 
     def read_value(self, handle: Handle) -> Any:
         return self._ends.get(handle.native, {}).get("value")
@@ -247,36 +225,41 @@ class ModalExecutor(Executor):
         names = [name for name in modal_client.live_apps() if name.startswith(PREFIX)]
         with translated_errors("stop the apps"):
             for name in () if dry_run else names:
-                with suppress(sdk().exception.NotFoundError):
-                    ask_patiently(lambda name=name: sdk().App.lookup(name).stop(), self._clock)
+                modal_client.stop_app(name, self._clock)
         return [f"the app {name} on {self.name}, with all that runs in it" for name in names]
 
     def shutdown(self, run: str) -> None:
         """End all calls of a run, also unregistered ones, by stopping its app."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
-        with translated_errors("stop the run's app"), suppress(sdk().exception.NotFoundError):
-            ask_patiently(lambda: sdk().App.lookup(app_name(run)).stop(), self._clock)
+        with translated_errors("stop the run's app"):
+            modal_client.stop_app(app_name(run), self._clock)
         self._apps.doubt(run)
 
     def purge(self, run: str) -> list[str]:
         """Remove the app, with all calls that may still run in it, and then its register."""
         name = app_name(run)
-        e = sdk().exception
         removed = list[str]()
         with translated_errors("remove the run's app"):
-            with suppress(e.NotFoundError):
-                ask_patiently(lambda: sdk().App.lookup(name).stop(), self._clock)
+            if modal_client.stop_app(name, self._clock):
                 removed.append(f"removed the app {name} from Modal")
-            with suppress(e.NotFoundError):
+            with suppress(sdk().exception.NotFoundError):
                 ask_patiently(lambda: sdk().Dict.objects.delete(name), self._clock)
                 removed.append(f"removed the dict {name} from Modal, the register of the launches")
         self._apps.forget(run)
-        self._launched = {launch: h for launch, h in self._launched.items() if launch[0] != run}
+        self.known.forget(run)
         return removed
 
     def close(self) -> None:
         super().close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _look_at(apps: Deployments, handle: Handle, last: Status) -> tuple[Status, Mapping[str, Any] | None]:
+    """Return the status of a call, and its end: {} while it runs, None if Modal does not answer."""
+    try:
+        return modal_calls.look_up_call(handle, apps.register_of(handle.run), last.state is State.RUNNING)
+    except Exception as error:  # Modal could not be asked; the end of a call is returned, never raised
+        return _stale_status(last, error), None
 
 
 def _cancel_call(apps: Deployments, handle: Handle, terminate: bool) -> bool:

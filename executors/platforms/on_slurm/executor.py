@@ -37,6 +37,7 @@ from diloco.process import processes
 from diloco.process.own_files import make_private, write_json
 from diloco.units import dollars, duration
 from executors.platforms.base import ExecutorError, Handle, Refused, ReplicaSpec, State, Status, Unavailable, short_name
+from executors.platforms.container import ended_as
 from executors.platforms.executor import Executor
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_slurm import job as slurm_job
@@ -93,9 +94,9 @@ class SlurmExecutor(Executor):
         **sbatch: Any,
     ) -> None:
         super().__init__(clock)
-        self._folder = None if folder is None else Path(folder).expanduser()
+        self._root = Path.home() / ".diloco" / "slurm" if folder is None else Path(folder).expanduser()
         self._cluster = cluster
-        self._usd = usd_per_hour
+        self.usd_per_hour = usd_per_hour
         self._timeout_s = timeout_s
         self._sbatch = sbatch
         self.pause_s = 0.1 if cluster == "local" else 2.0
@@ -109,12 +110,9 @@ class SlurmExecutor(Executor):
         return f"{self._cluster} job {_job_name(spec)}, {gpu}, at most {minutes} min"
 
     def plan_notes(self, specs: Sequence[ReplicaSpec]) -> list[str]:
-        price = None if self._usd is None else self._usd * len(specs)
+        price = None if self.usd_per_hour is None else self.usd_per_hour * len(specs)
         cost = "no price is known" if price is None else f"{dollars(price)} per hour" if price else "no bill of its own"
-        return [f"all nodes must see {root}; {cost}" for root in {self._run_folder(s.run) for s in specs}]
-
-    def price_of(self, spec: ReplicaSpec) -> float | None:
-        return self._usd
+        return [f"all nodes must see {root}; {cost}" for root in {run_folder(self._root, s.run) for s in specs}]
 
     def nameless_run(self) -> str:
         return f"{slurm_job.NAME}://ranks-{time.time_ns():x}-{os.getpid()}"
@@ -137,7 +135,7 @@ class SlurmExecutor(Executor):
                 make_private(folder.parent.parent, folder.parent, folder)
                 turn = 1
                 while not slurm_job.create_exclusively(mine := folder / f"submit.{turn}"):
-                    if (known := self._wait_for_card(spec)) is not None:
+                    if (known := _wait_for_card(folder, self.new_handle(spec), self._clock)) is not None:
                         return known
                     turn += mine.exists()  # the earlier turn's launcher died; its job finds no input and ends
             return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
@@ -160,17 +158,10 @@ class SlurmExecutor(Executor):
         pid = int(job.job_id) if self._cluster == "local" else 0
         handle = replace(
             self.new_handle(spec), native=job.job_id, pid=pid, started=processes.start_ticks(pid) or 0,
-            files=str(folder), launched_at=self._clock.wall(), usd_per_hour=self._usd,
+            files=str(folder), launched_at=self._clock.wall(), usd_per_hour=self.usd_per_hour,
         )  # fmt: skip
         write_json(str(folder / slurm_job.CARD), handle.to_dict())
         return handle
-
-    def _wait_for_card(self, spec: ReplicaSpec) -> Handle | None:
-        folder, handle = self._folder_of(spec), self.new_handle(spec)
-        until = self._clock.now() + PATIENCE_S
-        while (card := slurm_job.submitted(folder, handle)) is None and self._clock.now() < until:
-            self._clock.sleep(0.05)
-        return card
 
     def fault_of(self, spec: ReplicaSpec) -> str:
         _check_cluster(self._cluster)
@@ -202,31 +193,26 @@ class SlurmExecutor(Executor):
         named = [row.split("|") for row in rows if "|" in row and (asked or row.split("|")[0].endswith("*"))]
         return max((_seconds_in(limit) for _, limit in named), default=math.inf)
 
-    def _run_folder(self, run: str) -> Path:
-        folder = folder_of(run)
-        root = self._folder or Path.home() / ".diloco" / "slurm"
-        whole = run if folder is None else str(folder.absolute())
-        return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
-
     def _folder_of(self, one: ReplicaSpec | Handle) -> Path:
         """Return the folder of the launch's files.  Do not use the handle's `files`: it may be forged."""
-        return self._run_folder(one.run) / f"{one.slot}.{one.attempt}"
+        return run_folder(self._root, one.run) / f"{one.slot}.{one.attempt}"
 
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
         """Return a status per handle, from a call of squeue, and a call of sacct for jobs that squeue has forgotten."""
         open_ones = [h for h in handles if slurm_job.written_end(self._folder_of(h)) is None]
-        told, trouble = self._ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
+        told, trouble = _ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
 
     def _status_or_error(
         self, handle: Handle, told: Mapping[str, Told], trouble: ExecutorError | None
     ) -> Status | ExecutorError:
-        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:
-            return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
+        folder = self._folder_of(handle)
+        if (end := slurm_job.written_end(folder)) is not None:
+            return ended_as(handle, end, asked=slurm_job.was_cancelled(folder))
         if self._cluster == "local":
-            return self._local_status(handle)
+            return _local_status(handle, folder)
         state, name = told.get(handle.native, ("UNKNOWN", ""))
         if name and name != _job_name(handle):
             return Status(handle, State.LOST, f"Slurm's job {handle.native} is called {name}: it is not this run's")
@@ -249,22 +235,6 @@ class SlurmExecutor(Executor):
             return Status(handle, State.CANCELLED, reason)
         reason = WHY_GONE.get(word, f"Slurm says {word}, and the job left no result")
         return Status(handle, State.FAILED if word == "OUT_OF_MEMORY" else State.LOST, reason)
-
-    def _local_status(self, handle: Handle) -> Status:
-        if slurm_job.runs_here(handle, self._folder_of(handle)):
-            return Status(handle, State.RUNNING)
-        if (end := slurm_job.written_end(self._folder_of(handle))) is not None:  # written since the previous check
-            return slurm_job.ended_as(handle, end, asked=slurm_job.was_cancelled(self._folder_of(handle)))
-        state = State.CANCELLED if slurm_job.was_cancelled(self._folder_of(handle)) else State.LOST
-        return Status(handle, state, "the process is gone, and left no result")
-
-    def _ask_slurm(self, handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
-        """Return (job id -> state and name, the error if Slurm did not answer, else None)."""
-        ids = [h.native for h in handles]
-        told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T %r|%j", "-j", ",".join(ids)])
-        if left := [i for i in ids if i not in told]:  # squeue forgets jobs some minutes after their end
-            told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j", ",".join(left)])[0]
-        return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
     def log_file(self, handle: Handle) -> LogFile:
         file = self._folder_of(handle) / f"{handle.native}{LOG}"
@@ -290,12 +260,19 @@ class SlurmExecutor(Executor):
             list(pool.map(stop, going, [kill] * len(going)))
 
     def discover(self, run: str) -> list[Handle]:
-        launches = launches_named(run, slurm_job.NAME, (p.name for p in self._run_folder(run).glob("*.*")))
+        launches = launches_named(run, slurm_job.NAME, (p.name for p in run_folder(self._root, run).glob("*.*")))
         cards = [slurm_job.submitted(self._folder_of(launch), launch) for launch in launches]
         return sorted((card for card in cards if card is not None), key=lambda card: card.attempt)
 
 
 # -------------------------------------------------------------------- small things
+
+
+def run_folder(root: Path, run: str) -> Path:
+    """Return the folder of a run's jobs."""
+    folder = folder_of(run)
+    whole = run if folder is None else str(folder.absolute())
+    return root / re.sub(r"[^\w.-]+", "_", whole.rstrip("/"))
 
 
 def _check_cluster(cluster: str) -> None:
@@ -340,6 +317,14 @@ def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
         raise
 
 
+def _wait_for_card(folder: Path, handle: Handle, clock: Clock) -> Handle | None:
+    """Return the handle that the launch's submitter wrote; None if there is none within PATIENCE_S."""
+    until = clock.now() + PATIENCE_S
+    while (card := slurm_job.submitted(folder, handle)) is None and clock.now() < until:
+        clock.sleep(0.05)
+    return card
+
+
 def _import_submitit() -> Any:
     try:
         import submitit
@@ -361,6 +346,24 @@ def _scancel(handle: Handle, kill: bool) -> None:
     else:
         _run_quietly(["scancel", "--state=PENDING", *one])
         _run_quietly(["scancel", "--state=RUNNING", "--signal=TERM", *one])
+
+
+def _local_status(handle: Handle, folder: Path) -> Status:
+    if slurm_job.runs_here(handle, folder):
+        return Status(handle, State.RUNNING)
+    if (end := slurm_job.written_end(folder)) is not None:  # written since the previous check
+        return ended_as(handle, end, asked=slurm_job.was_cancelled(folder))
+    state = State.CANCELLED if slurm_job.was_cancelled(folder) else State.LOST
+    return Status(handle, state, "the process is gone, and left no result")
+
+
+def _ask_slurm(handles: Sequence[Handle]) -> tuple[dict[str, Told], ExecutorError | None]:
+    """Return (job id -> state and name, the error if Slurm did not answer, else None)."""
+    ids = [h.native for h in handles]
+    told, trouble = _query_table(["squeue", "-h", "-t", "all", "-o", "%i|%T %r|%j", "-j", ",".join(ids)])
+    if left := [i for i in ids if i not in told]:  # squeue forgets jobs some minutes after their end
+        told |= _query_table(["sacct", "-X", "-n", "-P", "-o", "JobID,State,JobName", "-j", ",".join(left)])[0]
+    return {**(dict.fromkeys(ids, (FORGOTTEN, "")) if trouble is None else {}), **told}, trouble
 
 
 def _query_table(command: Sequence[str]) -> tuple[dict[str, Told], ExecutorError | None]:

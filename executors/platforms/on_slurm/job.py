@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 
 from diloco.process import exitcodes, processes
 from diloco.process.own_files import read_json, write_json
-from executors.platforms.base import Handle, State, Status
-from executors.platforms.container import run_replica, with_times
-from executors.platforms.machine import oom
+from executors.platforms.base import Handle
+from executors.platforms.container import run_replica
 from executors.platforms.platform import read_card
 
 NAME = "slurm"
@@ -54,14 +53,6 @@ def run_job(raw: Mapping[str, Any], folder: str) -> dict[str, Any]:
         end = {"exit_code": code, "reason": processes.describe_exit(code), "value": None, "tail": []}
     write_json(str(Path(folder) / END), end)
     return end
-
-
-def ended_as(handle: Handle, end: Mapping[str, Any], *, asked: bool) -> Status:
-    """Return the status for an end in end.json.   asked: whether an executor had cancelled the job."""
-    code = end["exit_code"]
-    outside = State.LOST if oom.from_outside(code, end["reason"]) else State.FAILED
-    state = State.SUCCEEDED if code == 0 else State.CANCELLED if asked else outside
-    return with_times(Status(handle, state, end["reason"], code), end)
 
 
 def written_end(folder: Path) -> Any:

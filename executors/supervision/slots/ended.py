@@ -13,7 +13,7 @@ from executors.platforms.base import State
 from rendezvous.layout import is_actor
 
 if TYPE_CHECKING:
-    from executors.supervision.slots.plan import Limits, Observation
+    from executors.supervision.slots.plan import Limits, Observation, Strikes
 
 
 def end_in_words(s: "Observation") -> str:
@@ -43,3 +43,12 @@ def give_up_reason(s: "Observation", limits: "Limits", *, enough: int) -> str | 
     if s.losses >= limits.losses:
         return f"ended {s.losses} times in a row before its work counted ({end_in_words(s)})"
     return None
+
+
+def reward_wait(strikes: "Strikes", limits: "Limits") -> dict[str, float]:
+    """Return fields for `diloco status` about the next start of a slot whose reward has failed."""
+    count = strikes.reward_failures
+    if not strikes.by_reward:
+        return {}
+    row: dict[str, float] = {"reward_failures": count, "reward_limit": limits.reward_failures}
+    return row if count >= limits.reward_failures else {**row, "again_in_s": limits.reward_pause(count)}

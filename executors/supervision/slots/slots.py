@@ -90,12 +90,17 @@ class Slots:
         for slot, beat in report.beats.items():
             self.by_slot[slot].heard(beat, self.clock.now(), self.fresh_s)
         for state, _ in known:
-            self._log_wait(state)
+            status, handle = state.status, state.handle
+            if handle and handle.native and status and (state.pending or status.state is State.PENDING):
+                from executors.supervision.slots.waiting import log_wait
+
+                log_wait(state, self.emit, self.clock.now())
         self._look_at_replaced(statuses)
         self._look_at_duplicates(report)
         for slot, state in self.by_slot.items():
             if slot in wanted_slots(report):
-                self._wanted_again(state, report)
+                if state.cancelled is None and not self._lease_over(report):
+                    state.draining_at = None  # a replica that had already read the request to leave is replaced later
             elif not state.running and not report.done:
                 state.forget()
 
@@ -134,11 +139,6 @@ class Slots:
     def _is_run_by_us(self, handle: Handle) -> bool:
         """Whether the handle's launch still runs.  A cancel would end the launch; its executor ends duplicates."""
         return any(t.running and t.handle and launch_name(t.handle) == launch_name(handle) for t in self.all())
-
-    def _wanted_again(self, state: SlotState, report: Report) -> None:
-        """Keep a replica that is wanted again; if it had already read the request to leave, it is replaced later."""
-        if state.cancelled is None and not self._lease_over(report):
-            state.draining_at = None
 
     def _look_back(self, report: Report) -> None:
         """Find launches of earlier supervisors, from the platforms and the log."""
@@ -193,44 +193,26 @@ class Slots:
         counted = sum(len(x.commits) for x in sessions)
         if layout.is_actor(state.slot) and beat is not None and is_from_launch(status.handle, beat):
             counted = beat.inner  # for an actor: the number of rollout bundles that it delivered
-        end = self._classify_end(state, status, report, counted=counted)
+        awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
+        replaced = state.replacing_at is not None
+        end = classify_end(status, report, counted=counted, replaced=replaced, awaited=awaited)
         if not asked:
             state.strikes = count_end(state.strikes, end)
-        if state.replacing_at is None and (as_asked or status.state is State.SUCCEEDED):
+        if not replaced and (as_asked or status.state is State.SUCCEEDED):
             self.emit("ended", **{**end_fields(status), **who}, **unseen)
             if state.lost:
                 reason = f"killed, as it had not left in time; lost: {state.lost}"
                 self.emit("killed", slot=state.slot, **who, reason=reason)
             return
-        if state.replacing_at is not None:
+        if replaced:
             seen = f" ({status.reason})" if status.reason else ""  # it may have ended by itself meanwhile
             status = replace(status, reason=f"its supervisor ended it, because it sent no heartbeat{seen}")
         elif status.state is State.CANCELLED:
             status = replace(status, reason=f"{status.reason or 'cancelled'}, and not by this run")
+        from executors.supervision.slots.ended import reward_wait
+
         more = {**vars(end), "useful": end.counted > 0, "tail": self.tail(status.handle, 8)}
-        self.emit("lost", **{**end_fields(status), **who}, **more, **self._reward_wait(state), **unseen)
-
-    def _reward_wait(self, state: SlotState) -> dict[str, float]:
-        """Return fields for `diloco status` about the next start of a slot whose reward has failed."""
-        count = state.strikes.reward_failures
-        if not state.strikes.by_reward:
-            return {}
-        row: dict[str, float] = {"reward_failures": count, "reward_limit": self.limits.reward_failures}
-        return row if count >= row["reward_limit"] else {**row, "again_in_s": self.limits.reward_pause(count)}
-
-    def _classify_end(self, state: SlotState, status: Status, report: Report, counted: int) -> SessionEnd:
-        """Return the end, with its cause.  The replica is not at fault if its reward failed but has worked in this run,
-        or if the replica gave up while another slot waits for its reward."""
-        replaced = state.replacing_at is not None
-        failed = status.state is State.FAILED and not replaced
-        awaited = any(t.strikes.by_reward and not t.running for t in self.by_slot.values() if t is not state)
-        by_reward = failed and (
-            (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
-            or (status.exit_code == exitcodes.GAVE_UP and awaited)
-        )
-        idle = status.state is State.SUCCEEDED and not counted and not report.done  # e.g. os._exit(0) in a reward
-        own_fault = idle or (failed and not by_reward and status.exit_code not in BLAMELESS)
-        return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)
+        self.emit("lost", **{**end_fields(status), **who}, **more, **reward_wait(state.strikes, self.limits), **unseen)
 
     def _was_asked_to_end(self, state: SlotState, report: Report) -> bool:
         """Whether this replica was asked to leave or cancelled for good, by this supervisor or by a control record."""
@@ -243,13 +225,6 @@ class Slots:
 
     def _lease_over(self, report: Report) -> bool:
         return 0 < report.wanted.until <= self.clock.wall()
-
-    def _log_wait(self, state: SlotState) -> None:
-        status, handle = state.status, state.handle
-        if handle and handle.native and status and (state.pending or status.state is State.PENDING):
-            from executors.supervision.slots.waiting import log_wait
-
-            log_wait(state, self.emit, self.clock.now())
 
     def observed(self, report: Report) -> list[Observation]:
         now = self.clock.now()
@@ -284,3 +259,16 @@ class Slots:
 def wanted_slots(report: Report) -> list[str]:
     """Return the slots that should run, and the actors."""
     return [s for s in report.wanted.member_names if report.wanted.is_kept(s)]
+
+
+def classify_end(status: Status, report: Report, *, counted: int, replaced: bool, awaited: bool) -> SessionEnd:
+    """Return the end, with its cause.  The replica is not at fault if its reward failed but has worked in this run,
+    or if the replica gave up while another slot waits for its reward (awaited)."""
+    failed = status.state is State.FAILED and not replaced
+    by_reward = failed and (
+        (status.exit_code == exitcodes.NO_REWARD and report.head > 0)
+        or (status.exit_code == exitcodes.GAVE_UP and awaited)
+    )
+    idle = status.state is State.SUCCEEDED and not counted and not report.done  # e.g. os._exit(0) in a reward
+    own_fault = idle or (failed and not by_reward and status.exit_code not in BLAMELESS)
+    return SessionEnd(counted, own_fault=own_fault, by_reward=by_reward)

@@ -121,7 +121,7 @@ class OpenEnv:
         """Begin an episode. Send the row's columns to the server's reset, which takes the columns that it knows."""
         self._begin_episode()
         given = {name: value for name, value in row.items() if name != "prompt" and _is_json(value)}
-        reply = self._send_patiently("reset", given)
+        reply = self._begin_patiently(given)
         if "refused" in reply:
             raise InnerError(
                 f"the environment at {self._address()} could not begin an episode: {reply['refused']}. Its "
@@ -135,7 +135,7 @@ class OpenEnv:
             )
             if self._address() not in _BEGUN:
                 raise InnerError(said)
-            self._tell(f"{said} Its rollout has no reward.")  # one row's fault: others have begun
+            _tell_once(f"{said} Its rollout has no reward.")  # one row's fault: others have begun
         _BEGUN.add(self._address())
         return f"\n{text}" if text else None
 
@@ -175,7 +175,7 @@ class OpenEnv:
                 self._lose_session()
                 self._broke = was_open and self._answers_at_once()
                 if self._broke:
-                    self._tell(f"a call of {tool} at {self._address()} ended its session: {lost_words(error)}")
+                    _tell_once(f"a call of {tool} at {self._address()} ended its session: {lost_words(error)}")
             return GONE
         if self._sites is not sites:
             return GONE
@@ -189,11 +189,6 @@ class OpenEnv:
         if failure["error_kind"] == "transport_error":  # the student did not cause this error
             return failure["error"]
         raise ToolFailed(failure)
-
-    def _tell(self, text: str) -> None:
-        if text not in _TOLD and len(_TOLD) < MOST_TOLD:
-            _TOLD.add(text)
-            print(text, file=sys.stderr, flush=True)
 
     def _lose_session(self) -> str:
         self._lost = True
@@ -288,20 +283,22 @@ class OpenEnv:
         urls = server_urls(self._url)
         return urls[self._server % len(urls)]
 
-    def _send_patiently(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Repeat `_send_request` while the server restarts, is full, or has ended an idle session."""
+    def _begin_patiently(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Repeat the request for a `reset` while the server restarts, is full, or has ended an idle session."""
         pause, waited, tries, full = 0.0, 0.0, 0, 0
         servers = len(server_urls(self._url))
         while True:
             try:
-                return self._send_request(kind, data)
+                return self._send_request("reset", data)
             except (OSError, EOFError) as error:
                 self._close()
-                tries, full = tries + 1, full + 1 if self._holds_all(error) else 0
+                address = self._address()
+                held = isinstance(error, ServerFull) and 0 < error.sessions <= _idle_sessions(address)
+                tries, full = tries + 1, full + 1 if held else 0
                 if full == 1:
                     gc.collect()  # sessions of a former trainer
                 waited += self._timeout_s if isinstance(error, TimeoutError) else 0.0
-                trouble = self._unreachable(error, waited)
+                trouble = _unreachable(address, error, waited)
                 if waited >= self._patience_s or full > servers:
                     raise InnerError(trouble) from error
                 if pause == FIRST_PAUSE_S and tries % servers == 0:  # the first failure may be an old connection
@@ -312,19 +309,6 @@ class OpenEnv:
             self._sleep(pause)
             waited += pause
             pause = min(max(2 * pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-
-    def _holds_all(self, error: Exception) -> bool:
-        """Return whether idle sessions of this process fill the server: no wait ends that."""
-        address = self._address()
-        with _OPENING:
-            others = list(_OPEN)
-        held = sum(one._socket is not None and not one._busy and one._address() == address for one in others)
-        return isinstance(error, ServerFull) and 0 < error.sessions <= held
-
-    def _unreachable(self, error: Exception, waited: float) -> str:
-        long = f" for {waited:.0f} s" if waited else ""
-        step = next_step(error, self._address())
-        return f"the environment at {self._address()} gives no session{long}: {error or type(error).__name__}. {step}"
 
     def _close(self) -> None:
         if self._socket is not None:
@@ -350,6 +334,27 @@ class _Acting(OpenEnv):
         tool = max(fits or self._fixed, key=lambda one: len(self._fixed[one]))
         aside = ("metadata", *self._fixed[tool])
         return tool, {name: value for name, value in action.items() if name not in aside}
+
+
+def _tell_once(text: str) -> None:
+    if text not in _TOLD and len(_TOLD) < MOST_TOLD:
+        _TOLD.add(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+def _idle_sessions(address: str) -> int:
+    """Return how many idle sessions of this process are at the address; a full server keeps them, however long."""
+    with _OPENING:
+        others = list(_OPEN)
+    return sum(one._socket is not None and not one._busy and one._address() == address for one in others)
+
+
+def _unreachable(address: str, error: Exception, waited: float) -> str:
+    long = f" for {waited:.0f} s" if waited else ""
+    return (
+        f"the environment at {address} gives no session{long}: {error or type(error).__name__}. "
+        f"{next_step(error, address)}"
+    )
 
 
 def openenv_environment(

@@ -1,18 +1,25 @@
-"""Compares the memory that a replica needs with that of its GPUs, before they are rented.
+"""Finds mistakes in the GPUs of a place, before they are rented.
 
-    needs   weights, gradients, Adam of each device (diloco/run/footprint.py) ┐
-    has     GIGABYTES of the kind's name, or the number in it (A100-40GB)     ┴▶ needs > has: a warning
+    unequal_devices    --gpu H100:8 --gpu A100:4: a replica would not know how many processes to start
+    idle_devices       --actors modal:2:H100:8, where an actor uses one device
+    ranks_fault        --gpu H100:8 or --option devices=2, with a setting that needs one process (rank_faults.py)
+    notes_about_memory  needs   weights, gradients, Adam of each device (diloco/run/footprint.py) ┐
+                        has     GIGABYTES of the kind's name, or the number in it (A100-40GB)     ┴▶ needs > has
 
-A warning and no refusal, because a platform may give a larger GPU than was asked for.
+The first three return a sentence about a mistake, or "".  Too little memory is a warning and no refusal, because a
+platform may give a larger GPU than was asked for.
 
-Not promised: kinds that are not in the table; activations and generation, which come on top.
+Not promised: kinds that are not in the table; activations and generation, which come on top; memory for several
+processes of one machine.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 
+from diloco.replica.rank_faults import rank_fault
 from diloco.run.config import RunConfig
 from diloco.units import byte_size
+from executors.platforms.machine.gpu import devices_of
 from executors.platforms.places import Place
 from executors.preflight.outlook import device_bytes
 
@@ -20,6 +27,32 @@ GIGABYTES = {  # the larger one, where a name means two
     "T4": 16, "V100": 32, "L4": 24, "A10": 24, "A10G": 24, "RTX4090": 24, "L40": 48, "L40S": 48, "A6000": 48,
     "A100": 80, "H100": 80, "RTX-PRO-6000": 96, "H200": 141, "B200": 192, "B300": 288,
 }  # fmt: skip
+
+
+def unequal_devices(place: Place) -> str:
+    counts = {gpu: devices_of(gpu) for gpu in place.gpu}
+    if len(set(counts.values())) < 2:
+        return ""
+    told = ", ".join(f"{gpu} has {count}" for gpu, count in counts.items())
+    return (
+        f"the GPUs of {place.executor} have different numbers of devices ({told}), and a replica starts one process "
+        "for each device. Give each number a place of its own: --place "
+        f"{place.executor}:N:{place.gpu[0]} --place {place.executor}:N:{place.gpu[-1]}"
+    )
+
+
+def idle_devices(place: Place) -> str:
+    if not place.actors or place.executor == "local" or place.devices == 1:
+        return ""
+    gpu = place.gpu[0]
+    return (
+        f"{gpu} rents {place.devices} GPUs for each actor on {place.executor}, and an actor uses one device: "
+        f"{place.devices - 1} would be billed and idle. Name a kind with one GPU, and more actors"
+    )
+
+
+def ranks_fault(config: RunConfig, place: Place) -> str:
+    return rank_fault(config, place.devices) if place.devices > 1 and not place.actors else ""
 
 
 def gigabytes_of(kind: str) -> int | None:
