@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -267,6 +268,18 @@ def test_a_stop_ends_the_reply_at_the_first_token_that_completes_it() -> None:
         assert asked.branch is branch
 
 
+def test_a_call_is_text_where_the_agent_takes_no_calls() -> None:
+    """OpenAI's `tool_choice` "none": the ids are those of a request with tools, and the reply has no call."""
+    talk, tokenizer = conversation()
+    written = call_ids(tokenizer, "add")
+    for calls, ended in ((True, "tool_calls"), (False, "stop")):
+        reply, why = talk.answer(talk.ask(TALK, TOOLS, calls=calls), written, None)
+        assert why == ended and ("tool_calls" in reply) == calls
+        asked = talk.ask([*TALK, reply, {"role": "user", "content": "sure?"}], TOOLS)
+        assert asked.branch is talk.branches[-1] and asked.branch.ids == written
+    assert talk.branches[0].prompt_ids == talk.branches[1].prompt_ids
+
+
 def test_a_request_that_leaves_no_room_is_refused() -> None:
     talk, tokenizer = conversation(most=20)
     reply, ended = said(talk, tokenizer, TALK, "twelve" * 5)
@@ -385,7 +398,7 @@ def test_a_streamed_reply_comes_as_events(served: Any) -> None:
         ("/chat/completions", b"{", 400, "the request is not JSON"),
         ("/chat/completions", b"[]", 400, "not a JSON object"),
         ("/chat/completions", b'{"fails": true}', 400, "context_length_exceeded"),
-        ("/responses", b"{}", 404, "this server has no /v1/responses. Use chat completions"),
+        ("/responses", b"{}", 404, "chat completions, POST /v1/chat/completions (OpenAI Agents SDK: OpenAIChat"),
         ("/files", None, 404, "this server has no /v1/files"),
     ],
 )
@@ -481,6 +494,18 @@ def test_an_agent_that_hangs_costs_its_rollout_alone(tmp_path: Path, answers: No
     rewards, told = fails(tmp_path, "import time; time.sleep(600)", sampling={"agent_timeout_s": 1.0})
     assert sum(value != value for value in rewards) == 1 and time.monotonic() - began < 60
     assert "the agent did nothing for 1 s (agent_timeout_s)" in told[0]
+
+
+def test_an_agent_that_catches_the_refusal_of_its_request_has_no_reward_and_the_refusal_is_told(
+    tmp_path: Path, answers: None
+) -> None:
+    code = "\n    try: ask(model, row['prompt'], n=2)\n    except Exception: return 0.0\n"
+    loop = agent_loop(tmp_path, f"{ASK}\ndef solve(row, model):{code}")
+    told = list[str]()
+    loop._reward_calls.host.emit = lambda event, text, **_: told.append(text)
+    with suppress(InnerError):
+        take(loop)
+    assert "the replica had refused its request: n = 2: this model gives one reply" in told[0]
 
 
 def test_an_agent_that_never_calls_the_model_has_no_reward(tmp_path: Path, answers: None) -> None:
@@ -614,8 +639,11 @@ def test_requests_of_an_ended_generation_are_refused() -> None:
         ({"messages": []}, "must be a list"),
         ({"messages": TALK, "n": 2}, "n = 2: this model gives one reply"),
         ({"messages": TALK, "response_format": {"type": "json_object"}}, "this model samples freely"),
+        ({"messages": TALK, "response_format": "json"}, "this model samples freely"),
+        ({"messages": TALK, "logprobs": True}, "logprobs: a reply has none"),
+        ({"messages": TALK, "functions": [TOOLS[0]["function"]]}, "Send them as `tools`"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the model reads text alone"),
-        ({"messages": TALK, "tools": []}, ""),
+        ({"messages": TALK, "tools": [], "response_format": {"type": "text"}, "stop": [""], "logprobs": False}, ""),
     ],
 )
 def test_requests_that_the_model_cannot_answer_are_refused_by_name(body: Any, words: str) -> None:

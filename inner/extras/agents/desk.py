@@ -155,18 +155,23 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
         raise RequestRefused("`messages` must be a list of one or more messages")
     if body.get("n") not in (None, 1):
         raise RequestRefused(f"n = {body['n']}: this model gives one reply to a request. Send n requests")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
+    if body.get("response_format") not in (None, {}, {"type": "text"}):
         raise RequestRefused(
             "response_format: this model samples freely. Ask for the form in the prompt, and check the reply"
         )
+    if body.get("logprobs"):
+        raise RequestRefused("logprobs: a reply has none; the replica records its own. Leave `logprobs` out")
+    if body.get("functions"):
+        raise RequestRefused("functions: this model gets tools alone. Send them as `tools`")
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    stop = body.get("stop") or ()
+    stop = body.get("stop")
     try:
         return conversation.ask(
             messages,
             body.get("tools") or None,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
-            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            stop=tuple(str(one) for one in (stop if isinstance(stop, list) else [stop]) if one),
+            calls=body.get("tool_choice") != "none",
             session=str(body.get(SESSION) or ""),
         )
     except TooLong as error:

@@ -22,6 +22,7 @@ from uuid import uuid4
 NAME = "policy"  # the model's name in replies; a request may name any
 LARGEST = 64 * 2**20  # bytes of a request
 ROUTE = "/v1/chat/completions"
+BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
 SESSION = "X-Session-ID"  # header of a request, and its key beside the request's: which of an agent's runs asks
 
 
@@ -146,7 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _no_route(path: str) -> RequestRefused:
     shown = "/" + path.partition("?")[0].lstrip("/").partition("/")[2]
-    return RequestRefused(f"this server has no {shown}. Use chat completions: POST {ROUTE}", 404, "not_found")
+    text = f"this server has no {shown}. Let the client use OpenAI's chat completions, POST {ROUTE} ({BY_CLIENT})"
+    return RequestRefused(text, 404, "not_found")
 
 
 def completion(reply: Mapping[str, Any], *, ended: str, read: int, written: int) -> dict[str, Any]:
