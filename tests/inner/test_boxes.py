@@ -677,6 +677,19 @@ def test_a_background_process_outlives_its_command_until_the_verifier(tmp_path: 
 
 
 @real
+@bubblewrap_works
+@pytest.mark.parametrize("user", ["user", "root"])
+def test_an_episode_cannot_read_the_replicas_variables(
+    tmp_path: Path, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the box's first process had them in /proc/1/environ, also the keys of the bucket and of the Hub."""
+    monkeypatch.setenv("BUCKET_KEY", "a-secret")
+    box = LocalBoxes(tmp_path / "boxes").start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec("cat /proc/[0-9]*/environ | tr '\\0' '\\n'; env", user=user, timeout_s=30)
+    assert "PATH=" in ran.output and "BUCKET_KEY" not in ran.output
+
+
+@real
 @pytest.mark.parametrize("wrap", [namespaces, pytest.param(local.bubblewrap, marks=bubblewrap_works)])
 def test_a_command_runs_though_the_boxs_processes_end_before_it_enters(
     tmp_path: Path, wrap: local.Wrap, monkeypatch: pytest.MonkeyPatch
