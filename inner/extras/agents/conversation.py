@@ -129,9 +129,7 @@ class Conversation:
                 f"(inner.sampling.max_completion_length). This rollout has {before}, of which {used} are behind it"
             )
         room = min(room, limit or room)
-        return Request(
-            branch, messages, tools, inserted=inserted, room=room, stop=stop, session=session, calls=calls
-        )
+        return Request(branch, messages, tools, inserted=inserted, room=room, stop=stop, session=session, calls=calls)
 
     def answer(self, asked: Request, ids: Sequence[int], logprobs: Sequence[float] | None) -> tuple[Message, str]:
         """Record the sampled ids. Return the reply and why it ended: "stop", "length" or "tool_calls"."""
