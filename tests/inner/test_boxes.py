@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -422,6 +423,40 @@ def test_a_verifier_that_ends_every_box_is_not_the_policys_fault(breaks: str, ex
         "reward_failed: no episode had touched this box of the Harbor task t, and it died at the verifier: the box "
         "died: memory"
     ]
+
+
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_key_that_is_refused_within_an_episode_is_not_the_policys_fault(call: int) -> None:
+    """Before: get_reward raised, which is a broken judge if another rollout of the batch has its number already."""
+
+    class Box(PlantedBox):
+        def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+            provider.calls += 1
+            if provider.calls == call + 1:  # the first call prepares the box
+                provider.is_refused = True
+            provider.check()
+            return super().exec(command, user=user, timeout_s=timeout_s)
+
+        def stop(self) -> None:
+            provider.check()
+
+    class Provider(PlantedBoxes):
+        calls, is_refused = 0, False
+
+        def check(self) -> None:
+            if self.is_refused:
+                raise InnerError("the server refuses the key")
+
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            self.check()
+            return Box(self, owner, None)
+
+    provider, said = Provider(clock := VirtualClock()), list[str]()
+    one = Episode(_starter(provider, clock), OWNER, load_harbor(TASK), lambda event, text: said.append(text))
+    assert one.begin()
+    with suppress(InnerError):  # the model gets it as the tool's error
+        one.act(lambda box: box.exec("turn", user="user", timeout_s=1))
+    assert one.reward() is None and said == ["the server refuses the key"]
 
 
 def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
