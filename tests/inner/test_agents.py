@@ -22,7 +22,7 @@ from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner.extras.agents.chat import Chat, template_messages
 from inner.extras.agents.conversation import Conversation, TooLong
 from inner.extras.agents.desk import Desk
-from inner.extras.agents.endpoint import Endpoint, RequestRefused, completion
+from inner.extras.agents.endpoint import HUNG_UP, Endpoint, RequestRefused, completion
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.call_forms import ASKED, TOOLS, set_call_form
@@ -555,10 +555,10 @@ def wait_for(found: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def ask_in_thread(desk: Desk, key: str, replies: list[Any]) -> None:
+def ask_in_thread(desk: Desk, key: str, replies: list[Any], **more: Any) -> None:
     def run() -> None:
         try:
-            replies.append(desk.answer(key, {"messages": TALK}))
+            replies.append(desk.answer(key, {"messages": TALK, **more}))
         except RequestRefused as error:
             replies.append(error)
 
@@ -611,6 +611,42 @@ def test_a_slow_agent_delays_the_others_by_the_linger_alone() -> None:
     now[0] = 3.0
     (waiting,) = desk.next_batch(linger_s=2.0)
     assert waiting.episode.number == 0 and not slow.done
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_reply_whose_client_has_hung_up_is_not_trained_on(sampled: bool) -> None:
+    """Such as after its time limit. Before: the longest branch could be one that the agent never saw."""
+    now, replies, gone = [0.0], list[Any](), [False]
+    desk, ((key, episode),) = open_desk(1, lambda: now[0])
+    ask_in_thread(desk, key, replies, **{HUNG_UP: lambda: gone[0]})
+    wait_for(lambda: len(desk._waiting) == 1)
+    taken = desk.next_batch(0.0) if sampled else []
+    gone[0] = True
+    for waiting in taken:
+        desk.reply(waiting, [5] * 99, None)
+    ask_in_thread(desk, key, replies)
+    wait_for(lambda: len(desk._waiting) == (1 if sampled else 2))
+    (again,) = desk.next_batch(0.0)
+    desk.reply(again, [5], None)
+    wait_for(lambda: len(replies) == 2)
+    assert [branch.sampled for branch in episode.conversation.branches] == [1] and episode.waits == 0
+
+
+def test_a_client_that_hangs_up_is_noticed() -> None:
+    asked, found = threading.Event(), list[Any]()
+
+    def answer(key: str, body: Any) -> Any:
+        found.extend([body[HUNG_UP], body[HUNG_UP]()])
+        asked.set()
+        return completion({"role": "assistant"}, ended="stop", read=1, written=1)
+
+    endpoint = Endpoint(answer)
+    client = http.client.HTTPConnection(endpoint.url("KEY").split("/")[2], timeout=60)
+    client.request("POST", "/KEY/v1/chat/completions", "{}")
+    assert client.getresponse().read() and asked.wait(60) and found[1] is False and found[0]() is False
+    client.close()
+    wait_for(found[0])
+    endpoint.close()
 
 
 def test_a_silent_agent_is_left_and_its_later_requests_are_refused() -> None:

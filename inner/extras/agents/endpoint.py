@@ -25,6 +25,8 @@ ROUTE = "/v1/chat/completions"
 BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
 SESSION = "X-Session-ID"  # header of a request, and its key beside the request's: which of an agent's runs asks
 
+HUNG_UP = "hung up"  # key beside the request's: a function that says whether the client has closed its connection
+
 
 class RequestRefused(Exception):
     """A request that gets an HTTP error.   status: its number.   code: OpenAI's word for it."""
@@ -95,13 +97,23 @@ class _Handler(BaseHTTPRequestHandler):
             key, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
             if f"/{rest}" != ROUTE:
                 raise _no_route(self.path)
-            reply = cast(_Server, self.server).answer(key, {**body, SESSION: self.headers.get(SESSION, "")})
+            more = {SESSION: self.headers.get(SESSION, ""), HUNG_UP: self._has_hung_up}
+            reply = cast(_Server, self.server).answer(key, {**body, **more})
         except RequestRefused as refusal:
             self._send_error(refusal)
         except Exception as error:  # a fault of this project: the agent gets its text, and the replica lives on
             self._send_error(RequestRefused(f"{type(error).__name__}: {error}", 500, "server_error"))
         else:
             self._stream(reply) if body.get("stream") else self._send(reply)
+
+    def _has_hung_up(self) -> bool:
+        """Whether the client has closed the connection, for example after a time limit of its own."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _body(self) -> Mapping[str, Any]:
         length = self.headers.get("Content-Length", "")
