@@ -237,6 +237,7 @@ class BucketPlaces:
         body = self._sealed(place, made)
         while (stands := self._create(self._key(place), body)) != body:
             if (found := self._usable(place, stands, unfit)) is not None:
+                self._found += 1
                 return found
             self._attempt += 1
         return made

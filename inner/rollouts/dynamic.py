@@ -39,11 +39,9 @@ def refilled(trainer: Any, batch: Batch) -> Batch:
     def sample_more(n: int) -> Batch:
         return trainer._generate_rollouts([rows[at(i)] for i in islice(positions, n) for _ in range(group)])
 
-    noted = trainer._metrics["train"]
-    first = {name: len(values) for name, values in noted.items()}
+    counts = trainer._metric_counts()
     batch, informative, more = refill_groups(batch, sample_more, group, tries)
-    for name, values in noted.items():
-        del values[first.get(name, 0) :]
+    trainer._forget_metrics(counts)
     trainer._record_metric("dynamic/informative", informative / groups)
     trainer._record_metric("dynamic/generations", more)
     return batch

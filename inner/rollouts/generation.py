@@ -219,6 +219,14 @@ class GenerationTrainer(LeanToolLoop):
         # Append only: self.log() inside the loss would clear all other metrics.
         self._metrics[self._mode()][name].append(float(value))
 
+    def _metric_counts(self) -> dict[str, int]:
+        return {name: len(values) for name, values in self._metrics[self._mode()].items()}
+
+    def _forget_metrics(self, counts: dict[str, int]) -> None:
+        """Leave out the metrics recorded since `_metric_counts`: those of rollouts that are not trained on."""
+        for name, values in self._metrics[self._mode()].items():
+            del values[counts.get(name, 0) :]
+
     def _mode(self) -> str:
         return "train" if cast(Any, self.model).training else "eval"
 

@@ -90,10 +90,12 @@ class _Recorded(GenerationTrainer):
         unfit = lambda bundle: why_unfit(self, inputs, bundle)  # noqa: E731
         found = self.places.find(place, unfit)
         if found is None:
+            counts = self._metric_counts()
             made, batch = self._make_bundle(inputs)
             found = self.places.put(place, made, unfit)
             if found is made:
                 return batch
+            self._forget_metrics(counts)
         batch = self._train_on(found, inputs)
         found.random.restore()
         return batch

@@ -248,12 +248,14 @@ def test_one_get_and_one_put_per_bundle() -> None:
 
 def test_the_faster_process_wins_and_both_train_on_its_bundle() -> None:
     store, (made, _) = MemoryStore("memory://x"), a_bundle()
-    slow, fast = places(store), places(store, by=2)
+    slow, fast = places(store, told := list[Any]()), places(store, by=2)
     assert slow.find(HERE, FITS) is None and fast.find(HERE, FITS) is None
     assert fast.put(HERE, made, FITS) is made
     other, _ = a_bundle()
     stands = slow.put(HERE, other, FITS)
     assert stands is not other and stands.pack() == made.pack()
+    slow.tell()
+    assert told == [("rollouts_found", {"step": HERE.outer, "bundles": 1, "expired": 0})]
 
 
 def test_after_two_unlucky_sessions_only_own_bundles_count() -> None:

@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner.extras.agents.chat import Chat, template_messages
 from inner.extras.agents.conversation import Conversation, TooLong
 from inner.extras.agents.desk import Desk
-from inner.extras.agents.endpoint import Endpoint, RequestRefused, completion
+from inner.extras.agents.endpoint import HUNG_UP, Endpoint, RequestRefused, completion
 from inner.rollouts.acting import Sampler
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.call_forms import ASKED, TOOLS, set_call_form
@@ -267,6 +268,18 @@ def test_a_stop_ends_the_reply_at_the_first_token_that_completes_it() -> None:
         assert asked.branch is branch
 
 
+def test_a_call_is_text_where_the_agent_takes_no_calls() -> None:
+    """OpenAI's `tool_choice` "none": the ids are those of a request with tools, and the reply has no call."""
+    talk, tokenizer = conversation()
+    written = call_ids(tokenizer, "add")
+    for calls, ended in ((True, "tool_calls"), (False, "stop")):
+        reply, why = talk.answer(talk.ask(TALK, TOOLS, calls=calls), written, None)
+        assert why == ended and ("tool_calls" in reply) == calls
+        asked = talk.ask([*TALK, reply, {"role": "user", "content": "sure?"}], TOOLS)
+        assert asked.branch is talk.branches[-1] and asked.branch.ids == written
+    assert talk.branches[0].prompt_ids == talk.branches[1].prompt_ids
+
+
 def test_a_request_that_leaves_no_room_is_refused() -> None:
     talk, tokenizer = conversation(most=20)
     reply, ended = said(talk, tokenizer, TALK, "twelve" * 5)
@@ -385,7 +398,7 @@ def test_a_streamed_reply_comes_as_events(served: Any) -> None:
         ("/chat/completions", b"{", 400, "the request is not JSON"),
         ("/chat/completions", b"[]", 400, "not a JSON object"),
         ("/chat/completions", b'{"fails": true}', 400, "context_length_exceeded"),
-        ("/responses", b"{}", 404, "this server has no /v1/responses. Use chat completions"),
+        ("/responses", b"{}", 404, "chat completions, POST /v1/chat/completions (OpenAI Agents SDK: OpenAIChat"),
         ("/files", None, 404, "this server has no /v1/files"),
     ],
 )
@@ -483,6 +496,18 @@ def test_an_agent_that_hangs_costs_its_rollout_alone(tmp_path: Path, answers: No
     assert "the agent did nothing for 1 s (agent_timeout_s)" in told[0]
 
 
+def test_an_agent_that_catches_the_refusal_of_its_request_has_no_reward_and_the_refusal_is_told(
+    tmp_path: Path, answers: None
+) -> None:
+    code = "\n    try: ask(model, row['prompt'], n=2)\n    except Exception: return 0.0\n"
+    loop = agent_loop(tmp_path, f"{ASK}\ndef solve(row, model):{code}")
+    told = list[str]()
+    loop._reward_calls.host.emit = lambda event, text, **_: told.append(text)
+    with suppress(InnerError):
+        take(loop)
+    assert "the replica had refused its request: n = 2: this model gives one reply" in told[0]
+
+
 def test_an_agent_that_never_calls_the_model_has_no_reward(tmp_path: Path, answers: None) -> None:
     code = BEFORE.replace('    ask(model, row["prompt"])\n', '    number and ask(model, row["prompt"])\n')
     loop = agent_loop(tmp_path, f"{code}    return 1.0 + number\n")
@@ -530,10 +555,10 @@ def wait_for(found: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def ask_in_thread(desk: Desk, key: str, replies: list[Any]) -> None:
+def ask_in_thread(desk: Desk, key: str, replies: list[Any], **more: Any) -> None:
     def run() -> None:
         try:
-            replies.append(desk.answer(key, {"messages": TALK}))
+            replies.append(desk.answer(key, {"messages": TALK, **more}))
         except RequestRefused as error:
             replies.append(error)
 
@@ -588,6 +613,42 @@ def test_a_slow_agent_delays_the_others_by_the_linger_alone() -> None:
     assert waiting.episode.number == 0 and not slow.done
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_reply_whose_client_has_hung_up_is_not_trained_on(sampled: bool) -> None:
+    """Such as after its time limit. Before: the longest branch could be one that the agent never saw."""
+    now, replies, gone = [0.0], list[Any](), [False]
+    desk, ((key, episode),) = open_desk(1, lambda: now[0])
+    ask_in_thread(desk, key, replies, **{HUNG_UP: lambda: gone[0]})
+    wait_for(lambda: len(desk._waiting) == 1)
+    taken = desk.next_batch(0.0) if sampled else []
+    gone[0] = True
+    for waiting in taken:
+        desk.reply(waiting, [5] * 99, None)
+    ask_in_thread(desk, key, replies)
+    wait_for(lambda: len(desk._waiting) == (1 if sampled else 2))
+    (again,) = desk.next_batch(0.0)
+    desk.reply(again, [5], None)
+    wait_for(lambda: len(replies) == 2)
+    assert [branch.sampled for branch in episode.conversation.branches] == [1] and episode.waits == 0
+
+
+def test_a_client_that_hangs_up_is_noticed() -> None:
+    asked, found = threading.Event(), list[Any]()
+
+    def answer(key: str, body: Any) -> Any:
+        found.extend([body[HUNG_UP], body[HUNG_UP]()])
+        asked.set()
+        return completion({"role": "assistant"}, ended="stop", read=1, written=1)
+
+    endpoint = Endpoint(answer)
+    client = http.client.HTTPConnection(endpoint.url("KEY").split("/")[2], timeout=60)
+    client.request("POST", "/KEY/v1/chat/completions", "{}")
+    assert client.getresponse().read() and asked.wait(60) and found[1] is False and found[0]() is False
+    client.close()
+    wait_for(found[0])
+    endpoint.close()
+
+
 def test_a_silent_agent_is_left_and_its_later_requests_are_refused() -> None:
     now, replies = [0.0], list[Any]()
     desk, ((key, episode),) = open_desk(1, lambda: now[0])
@@ -614,8 +675,11 @@ def test_requests_of_an_ended_generation_are_refused() -> None:
         ({"messages": []}, "must be a list"),
         ({"messages": TALK, "n": 2}, "n = 2: this model gives one reply"),
         ({"messages": TALK, "response_format": {"type": "json_object"}}, "this model samples freely"),
+        ({"messages": TALK, "response_format": "json"}, "this model samples freely"),
+        ({"messages": TALK, "logprobs": True}, "logprobs: a reply has none"),
+        ({"messages": TALK, "functions": [TOOLS[0]["function"]]}, "Send them as `tools`"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the model reads text alone"),
-        ({"messages": TALK, "tools": []}, ""),
+        ({"messages": TALK, "tools": [], "response_format": {"type": "text"}, "stop": [""], "logprobs": False}, ""),
     ],
 )
 def test_requests_that_the_model_cannot_answer_are_refused_by_name(body: Any, words: str) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,6 +425,40 @@ def test_a_verifier_that_ends_every_box_is_not_the_policys_fault(breaks: str, ex
     ]
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_key_that_is_refused_within_an_episode_is_not_the_policys_fault(call: int) -> None:
+    """Before: get_reward raised, which is a broken judge if another rollout of the batch has its number already."""
+
+    class Box(PlantedBox):
+        def exec(self, command: str, *, user: str, timeout_s: float) -> Ran:
+            provider.calls += 1
+            if provider.calls == call + 1:  # the first call prepares the box
+                provider.is_refused = True
+            provider.check()
+            return super().exec(command, user=user, timeout_s=timeout_s)
+
+        def stop(self) -> None:
+            provider.check()
+
+    class Provider(PlantedBoxes):
+        calls, is_refused = 0, False
+
+        def check(self) -> None:
+            if self.is_refused:
+                raise InnerError("the server refuses the key")
+
+        def start(self, owner: BoxOwner, recipe: BoxRecipe, *, timeout_s: float) -> PlantedBox:
+            self.check()
+            return Box(self, owner, None)
+
+    provider, said = Provider(clock := VirtualClock()), list[str]()
+    one = Episode(_starter(provider, clock), OWNER, load_harbor(TASK), lambda event, text: said.append(text))
+    assert one.begin()
+    with suppress(InnerError):  # the model gets it as the tool's error
+        one.act(lambda box: box.exec("turn", user="user", timeout_s=1))
+    assert one.reward() is None and said == ["the server refuses the key"]
+
+
 def test_a_session_stops_what_its_predecessors_left_and_nothing_else() -> None:
     provider = PlantedBoxes(VirtualClock())
     starter = BoxStarter(provider)
@@ -674,6 +709,19 @@ def test_a_background_process_outlives_its_command_until_the_verifier(tmp_path: 
     assert box.exec("echo again", user="user", timeout_s=30).output == "again\n", "new namespaces"
     assert box.exec(SERVER, user="root", timeout_s=30).code == 0
     assert box.exec(IS_UP, user="root", timeout_s=30).code == 1, 'also if the episode is "root"'
+
+
+@real
+@bubblewrap_works
+@pytest.mark.parametrize("user", ["user", "root"])
+def test_an_episode_cannot_read_the_replicas_variables(
+    tmp_path: Path, user: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the box's first process had them in /proc/1/environ, also the keys of the bucket and of the Hub."""
+    monkeypatch.setenv("BUCKET_KEY", "a-secret")
+    box = LocalBoxes(tmp_path / "boxes").start(OWNER, BoxRecipe(), timeout_s=1)
+    ran = box.exec("cat /proc/[0-9]*/environ | tr '\\0' '\\n'; env", user=user, timeout_s=30)
+    assert "PATH=" in ran.output and "BUCKET_KEY" not in ran.output
 
 
 @real

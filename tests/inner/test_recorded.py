@@ -111,6 +111,15 @@ def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int)
     assert torch.equal(whole, again) and len(kept.found) == generation
 
 
+def test_rollouts_that_come_later_than_another_process_s_leave_no_trace() -> None:
+    """Their rewards and lengths are in no metric, since they are not trained on."""
+    kept, late = Kept(), Kept()
+    first, numbers = trained(2, kept)
+    late.put = lambda place, made, unfit: Bundle.unpack(kept.bodies[place])
+    second, also = trained(2, late, noise=9)
+    assert torch.equal(first, second) and also == pytest.approx(numbers)
+
+
 def a_bundle() -> tuple[Bundle, Kept]:
     kept = Kept()
     kept.bodies.update(recorded_once())

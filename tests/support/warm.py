@@ -8,7 +8,7 @@ import gc
 import torchft  # noqa: F401  its telemetry is a third of a small replica's imports
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import diloco.outer.in_place  # noqa: F401
+import diloco.outer.fragments.in_place  # noqa: F401
 
 get_checkpoint_conversion_mapping("llama")  # compiles a thousand patterns, once per process
 gc.freeze()  # a child's collections do not walk what is imported: fleet.py preloads this module last

@@ -10,7 +10,7 @@
 You can use it in two ways:
 
     under `make_diloco`   rounds of diloco/outer/rounds.py: flat fragments, and the rendezvous holds θ itself. With
-                          α = 0, five methods of torchft's DiLoCo are replaced (outer/in_place.py)
+                          α = 0, five methods of torchft's DiLoCo are replaced (outer/fragments/in_place.py)
     bare                  in place of a `torchft.Manager` under any unmodified torchft class. Rounds of bare.py: one
                           blob for all allreduces of a round, and healing through the registered functions
 

@@ -70,7 +70,8 @@ class Branch:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for one reply.   inserted: ids between the branch's last and the reply.   room: tokens of the reply."""
+    """A request for one reply.   inserted: ids between the branch's last and the reply.   room: tokens of the reply.
+    calls: whether the agent takes tool calls; if not, a call in the reply is text."""
 
     branch: Branch | None
     messages: tuple[Message, ...]
@@ -79,6 +80,7 @@ class Request:
     room: int
     stop: tuple[str, ...] = ()
     session: str = ""
+    calls: bool = True
 
     @property
     def before(self) -> list[int]:
@@ -102,6 +104,7 @@ class Conversation:
         limit: int | None = None,
         stop: tuple[str, ...] = (),
         session: str = "",
+        calls: bool = True,
     ) -> Request:
         """Return the ids of a request.   limit: the agent's own limit of a reply's tokens.   Raises InnerError."""
         self._asked += 1
@@ -126,13 +129,13 @@ class Conversation:
                 f"(inner.sampling.max_completion_length). This rollout has {before}, of which {used} are behind it"
             )
         room = min(room, limit or room)
-        return Request(branch, messages, tools, inserted=inserted, room=room, stop=stop, session=session)
+        return Request(branch, messages, tools, inserted=inserted, room=room, stop=stop, session=session, calls=calls)
 
     def answer(self, asked: Request, ids: Sequence[int], logprobs: Sequence[float] | None) -> tuple[Message, str]:
         """Record the sampled ids. Return the reply and why it ended: "stop", "length" or "tool_calls"."""
         kept, text = self._cut(asked, ids)
         self._sampled += len(kept)
-        reply = self._chat.reply(kept, asked.before, asked.tools)
+        reply = self._chat.reply(kept, asked.before, asked.tools if asked.calls else None)
         known = template_messages([reply])[0]  # with the stop, which the agent may add again
         if text is not None:
             reply["content"] = text

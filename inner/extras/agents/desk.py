@@ -18,7 +18,7 @@ from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.agents.conversation import Conversation, Request, TooLong
-from inner.extras.agents.endpoint import SESSION, RequestRefused, completion
+from inner.extras.agents.endpoint import HUNG_UP, SESSION, RequestRefused, completion
 
 Clock = Callable[[], float]
 
@@ -45,10 +45,11 @@ class AgentEpisode:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that waits for its reply."""
+    """A request that waits for its reply.   hung_up: whether its client waits no more."""
 
     episode: AgentEpisode
     asked: Request
+    hung_up: Callable[[], bool]
     reply: "Future[dict[str, Any]]" = field(default_factory=Future)
 
 
@@ -82,7 +83,7 @@ class Desk:
             raise _gone()
         try:
             with self._tokenizer:
-                waiting = Waiting(episode, _read_request(episode.conversation, body))
+                waiting = Waiting(episode, _read_request(episode.conversation, body), body.get(HUNG_UP, _never))
         except RequestRefused as refusal:
             episode.refused = str(refusal)
             raise
@@ -112,6 +113,8 @@ class Desk:
                 self._changed.wait(max(left, 0.001) if self._waiting else 1.0)
 
     def reply(self, waiting: Waiting, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+        if waiting.hung_up():  # a reply that the agent never reads is not trained on
+            return self._refuse(waiting)
         with self._tokenizer:
             said, ended = waiting.episode.conversation.answer(waiting.asked, ids, logprobs)
         with self._changed:
@@ -128,11 +131,19 @@ class Desk:
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Refuse the requests of episodes that have ended, such as a client's that its agent no longer awaits."""
-        ended = [waiting for waiting in self._waiting if waiting.episode.done]
-        self._waiting = [waiting for waiting in self._waiting if not waiting.episode.done]
-        for waiting in ended:
-            waiting.reply.set_exception(_gone())
+        """Refuse the requests of episodes that have ended, and those whose clients have hung up."""
+        before, self._waiting = self._waiting, []
+        for waiting in before:
+            if waiting.episode.done or waiting.hung_up():
+                self._refuse(waiting)
+            else:
+                self._waiting.append(waiting)
+
+    def _refuse(self, waiting: Waiting) -> None:
+        with self._changed:
+            waiting.episode.waits -= 1
+            waiting.episode.since = self._clock()
+        waiting.reply.set_exception(_gone())
 
     def _leave_silent(self) -> None:
         """End the episodes of agents that have neither asked nor ended for too long."""
@@ -141,6 +152,10 @@ class Desk:
             if self._silence_s is not None and not episode.done and not episode.waits and silent > self._silence_s:
                 episode.done = True
                 episode.outcome = TimeoutError(f"the agent did nothing for {self._silence_s:g} s (agent_timeout_s)")
+
+
+def _never() -> bool:
+    return False
 
 
 def _gone() -> RequestRefused:
@@ -155,18 +170,23 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
         raise RequestRefused("`messages` must be a list of one or more messages")
     if body.get("n") not in (None, 1):
         raise RequestRefused(f"n = {body['n']}: this model gives one reply to a request. Send n requests")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
+    if body.get("response_format") not in (None, {}, {"type": "text"}):
         raise RequestRefused(
             "response_format: this model samples freely. Ask for the form in the prompt, and check the reply"
         )
+    if body.get("logprobs"):
+        raise RequestRefused("logprobs: a reply has none; the replica records its own. Leave `logprobs` out")
+    if body.get("functions"):
+        raise RequestRefused("functions: this model gets tools alone. Send them as `tools`")
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    stop = body.get("stop") or ()
+    stop = body.get("stop")
     try:
         return conversation.ask(
             messages,
             body.get("tools") or None,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
-            stop=(stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+            stop=tuple(str(one) for one in (stop if isinstance(stop, list) else [stop]) if one),
+            calls=body.get("tool_choice") != "none",
             session=str(body.get(SESSION) or ""),
         )
     except TooLong as error:

@@ -22,7 +22,10 @@ from uuid import uuid4
 NAME = "policy"  # the model's name in replies; a request may name any
 LARGEST = 64 * 2**20  # bytes of a request
 ROUTE = "/v1/chat/completions"
+BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
 SESSION = "X-Session-ID"  # header of a request, and its key beside the request's: which of an agent's runs asks
+
+HUNG_UP = "hung up"  # key beside the request's: a function that says whether the client has closed its connection
 
 
 class RequestRefused(Exception):
@@ -94,13 +97,23 @@ class _Handler(BaseHTTPRequestHandler):
             key, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
             if f"/{rest}" != ROUTE:
                 raise _no_route(self.path)
-            reply = cast(_Server, self.server).answer(key, {**body, SESSION: self.headers.get(SESSION, "")})
+            more = {SESSION: self.headers.get(SESSION, ""), HUNG_UP: self._has_hung_up}
+            reply = cast(_Server, self.server).answer(key, {**body, **more})
         except RequestRefused as refusal:
             self._send_error(refusal)
         except Exception as error:  # a fault of this project: the agent gets its text, and the replica lives on
             self._send_error(RequestRefused(f"{type(error).__name__}: {error}", 500, "server_error"))
         else:
             self._stream(reply) if body.get("stream") else self._send(reply)
+
+    def _has_hung_up(self) -> bool:
+        """Whether the client has closed the connection, for example after a time limit of its own."""
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def _body(self) -> Mapping[str, Any]:
         length = self.headers.get("Content-Length", "")
@@ -146,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _no_route(path: str) -> RequestRefused:
     shown = "/" + path.partition("?")[0].lstrip("/").partition("/")[2]
-    return RequestRefused(f"this server has no {shown}. Use chat completions: POST {ROUTE}", 404, "not_found")
+    text = f"this server has no {shown}. Let the client use OpenAI's chat completions, POST {ROUTE} ({BY_CLIENT})"
+    return RequestRefused(text, 404, "not_found")
 
 
 def completion(reply: Mapping[str, Any], *, ended: str, read: int, written: int) -> dict[str, Any]:

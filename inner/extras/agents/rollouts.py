@@ -242,7 +242,9 @@ class AgentRollouts:
             return
         self._told_at = self._clock()
         raised = next((e for e in lost if isinstance(e.outcome, BaseException)), None)
-        why = self._words(raised) if raised else "the agent returned, and has not called the model"
+        refused = next((e.refused for e in lost if e.refused), "")
+        asked = f"the replica had refused its request: {refused}" if refused else "has not called the model"
+        why = self._words(raised) if raised else f"the agent returned, and {asked}"
         text = f"{len(lost)} of {len(episodes)} rollouts of the agent have no result: {why}"
         self._trainer._reward_calls.host.emit("warning", text)
 

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from inner.errors import InnerError
 from inner.extras.boxes.artifacts import Artifacts, collect, place
 from inner.extras.boxes.box import (
     Box,
@@ -133,7 +134,7 @@ class Episode:
                 return found
         except BoxGone:
             box = None
-        except ProviderFailed as error:  # no box for the verifier
+        except (ProviderFailed, InnerError) as error:  # no box for the verifier, or the key is refused by now
             self._tell_failed(error)
             self._decide(box, lambda: "provider")  # pyright: ignore
             box = None
@@ -189,14 +190,14 @@ class Episode:
         """Whether the verifier gives a number in a box that no episode has touched."""
         try:
             return self._verify_apart(0, None, partial(self._tell, "reward_failed")) is not None
-        except ProviderFailed as error:
+        except (ProviderFailed, InnerError) as error:
             self._tell_failed(error)
         except BoxGone as error:
             text = f"no episode had touched this box of the Harbor task {self.task.name}, and it died at the verifier"
             self._tell("reward_failed", f"{text}: {error}")
         return False
 
-    def _tell_failed(self, error: ProviderFailed) -> None:
+    def _tell_failed(self, error: ProviderFailed | InnerError) -> None:
         if isinstance(error, BuildFailed):
             self._tell("image_failed", f"the Harbor task {self.task.name}: {error}")
         else:
@@ -288,5 +289,5 @@ def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
     """Stop a box. If the provider does not stop it now, it ends at its time to live, or in `diloco stop`."""
     try:
         starter.release(owner)
-    except ProviderFailed:
+    except (ProviderFailed, InnerError):
         return

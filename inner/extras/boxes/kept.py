@@ -36,6 +36,7 @@ class KeptNamespaces:
         self._process = subprocess.Popen(
             ["sh", "-c", HOLD, "_", *words, *FIRST],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            env=bare_environ(),
         )  # fmt: skip
         assert self._process.stdout is not None
         with self._process.stdout as told:
@@ -76,6 +77,11 @@ class KeptNamespaces:
         self._process.wait()
 
 
+def bare_environ() -> dict[str, str]:
+    """Return the variables of the programs that make a box, without keys: the episode can read /proc/1/environ."""
+    return {"PATH": os.environ.get("PATH", os.defpath)}
+
+
 def kept_namespaces(words: Sequence[str], note: Path) -> KeptNamespaces | None:
     """Return namespaces that commands can enter; None if there can be none.   note: a file for end_processes."""
     kept = KeptNamespaces(words)
@@ -83,7 +89,7 @@ def kept_namespaces(words: Sequence[str], note: Path) -> KeptNamespaces | None:
         kept.write_note(note)
         if kept.is_alive:
             words = [*kept.words(), "true"]
-            if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+            if subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env=bare_environ()).returncode == 0:
                 return kept
     kept.close()
     return None

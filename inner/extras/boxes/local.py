@@ -41,7 +41,7 @@ from inner.extras.boxes.box import (
     read_output,
     wrapped_command,
 )
-from inner.extras.boxes.kept import BEGUN, KeptNamespaces, end_processes, kept_namespaces
+from inner.extras.boxes.kept import BEGUN, KeptNamespaces, bare_environ, end_processes, kept_namespaces
 from inner.tasks.harbor import MACHINES, build_fault, local_fault
 
 HALF_MADE_S = 3600.0  # after this time, a folder without box.json is a leftover of a killed start
@@ -161,7 +161,7 @@ class LocalBox:
                     child = subprocess.Popen(
                         [*words, *wrapped_command(command, timeout_s, self._folder)],
                         stdin=theirs if enters else subprocess.DEVNULL,
-                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env=bare_environ(),
                     )  # fmt: skip
             finally:
                 os.close(theirs)

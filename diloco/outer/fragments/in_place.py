@@ -33,8 +33,8 @@ else:
     except ModuleNotFoundError as missing:
         if missing.name != "torchft":
             raise
-        from diloco.outer.streaming import DiLoCo
-        from diloco.outer.streaming import StreamingFragment as _StreamingDiLoCoFragment
+        from diloco.outer.fragments.streaming import DiLoCo
+        from diloco.outer.fragments.streaming import StreamingFragment as _StreamingDiLoCoFragment
 
 __all__ = ["DiLoCo", "InPlaceDiLoCo"]
 
