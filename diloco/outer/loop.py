@@ -7,8 +7,8 @@
 
     gather   flat = the model's values, without the rounding of its dtype (diloco/outer/flat.py)
     lean     for α = 0 on a bucket, Δ is read straight from the model and θ is stepped in place: five methods of
-             torchft's fragment are replaced (diloco/outer/fragments/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
-    torchft  or, on a machine for which it has no wheel, diloco/outer/fragments/streaming.py
+             torchft's fragment are replaced (fragments/in_place.py).  Otherwise torchft's DiLoCo runs unmodified
+    torchft  or, on a machine for which it has no wheel, fragments/streaming.py
     hooks    on the inner optimizer, in this order:  ours (gather) · torchft's (sync) · ours (scatter, catch up)
 
 Each fragment is one fp32 vector, also for a bf16 model, with one allreduce per sync. Fragments have tied weights once,
@@ -64,7 +64,7 @@ class OuterLoop:
         self.fragments = [fragment(params[s]) for s in cut_fragments([p.numel() for p in params], rules.fragments)]
         outers = [Nesterov(f.flat, lr=outer.lr, momentum=outer.momentum) for f in self.fragments]
         self.lean = self.rounds.done_with_delta and self.alpha == 0
-        from diloco.outer.fragments.in_place import DiLoCo, InPlaceDiLoCo  # imported here: torchft takes a third of a second
+        from diloco.outer.fragments.in_place import DiLoCo, InPlaceDiLoCo  # torchft takes a third of a second
 
         self.diloco = (InPlaceDiLoCo if self.lean else DiLoCo)(
             cast("Any", manager), list(self.fragments), optimizer, list(outers), sync_every=rules.sync_every,
