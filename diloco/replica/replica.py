@@ -13,8 +13,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -109,7 +109,8 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
     session.on_event = lambda event, fields: _print_step(session, event, fields)
     hear_asking(lambda: session.ask_to_leave("got a signal to end"))
     try:
-        return act(replace(run, store=session.rv.store), session)  # this store retries
+        with _exits_are_errors():
+            return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
         return _end_session(session, error)
     except Exception as error:
@@ -122,6 +123,20 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
         if isinstance(error, InnerError) and not _is_preflight(session):
             return _print_end(slot, error, exitcodes.CRASHED)
         raise
+
+
+@contextmanager
+def _exits_are_errors() -> Iterator[None]:
+    """Raise a RuntimeError for sys.exit() of the user's code or a library, and for other kinds outside Exception.
+
+    Without it, sys.exit(2) would end the whole run as a mistake in its config."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as end:
+        how = f"called sys.exit({end.code!r})" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
+        raise RuntimeError(f"your code or a library {how}; the traceback in this session's log shows it") from end
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:

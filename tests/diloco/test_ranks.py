@@ -251,6 +251,28 @@ def test_a_rank_that_cannot_write_its_log_ends_as_it_did(raises: bool, code: int
     assert ("rank 1 of 2 ended (exit code 1): KeyError: 'no more'" in words(tmp_path)[0]) is raises
 
 
+def call_exit(exited: object) -> int:
+    sys.exit(exited)  # type: ignore[arg-type]
+
+
+def lead_one_that_exits(folder: str, exited: object) -> int:
+    os.dup2(os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT), 2)
+    followers = Followers(2, partial(call_exit, exited))
+    followers._ranks[0][0].join()
+    followers.settle()
+    followers.end()
+    return 0
+
+
+@pytest.mark.parametrize(("exited", "code"), [(2, exitcodes.CRASHED), ("bad", exitcodes.CRASHED), (0, 0), (None, 0)])
+def test_an_exit_of_a_rank_s_code_is_no_exit_code_of_the_replica(exited: object, code: int, tmp_path: Path) -> None:
+    """Before: sys.exit(2) in an environment of rank 1 ended the whole run as a mistake in its config."""
+    child = context().Process(target=lead_one_that_exits, args=(str(tmp_path), exited))
+    child.start()
+    assert wait(child) == code
+    assert (f"rank 1 of 2 ended (exit code 1): SystemExit: {exited}" in words(tmp_path)[0]) is bool(code)
+
+
 def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
     module.SETTLE_S, module.STOPPED_LOOKS = 0.05, 3
     out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
