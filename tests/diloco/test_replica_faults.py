@@ -461,8 +461,12 @@ sys.exit(run_member(sys.argv[1], "r00", act))
 
 @pytest.mark.parametrize(
     ("raised", "words"),
-    [("SystemExit(2)", "called sys.exit(2)"), ("SystemExit(0)", "called sys.exit(0)"), ("KeyboardInterrupt", "raised KeyboardInterrupt")],
-)  # fmt: skip
+    [
+        ("SystemExit(2)", "called sys.exit(2)"),
+        ("SystemExit(0)", "called sys.exit(0)"),
+        ("KeyboardInterrupt", "raised KeyboardInterrupt"),
+    ],
+)
 def test_an_exit_of_the_users_code_is_a_crash_and_its_code_is_not_the_replicas(
     tmp_path: Path, raised: str, words: str
 ) -> None:
