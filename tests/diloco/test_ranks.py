@@ -449,6 +449,13 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
         assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err
 
 
+def test_a_replica_of_no_process_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Before: --devices 0 ran as 1."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["runs/none", "--devices", "0"])
+    assert "--devices 0: a replica has at least one process. Use 1 or more" in capfd.readouterr().err
+
+
 def test_a_rank_tells_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv(module.MEET, str(tmp_path / "meet"))
