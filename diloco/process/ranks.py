@@ -91,15 +91,20 @@ class Followers:
         if self._failed.wait(2 * SETTLE_S):  # the watching thread looks once in SETTLE_S
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
-    def end(self, patience_s: float = END_S) -> None:
-        """End the ranks, now that rank 0's work is done.   patience_s: seconds before a rank is killed."""
+    def end(self, patience_s: float = END_S) -> str:
+        """End the ranks, now that rank 0's work is done. Return a message about a rank that has failed by itself, or "".
+
+        patience_s: seconds before a rank is killed."""
         self._ending = True
         until = time.monotonic() + patience_s
         for process, _ in self._ranks:
             process.join(max(0.0, until - time.monotonic()))
+        failed = self._first_failure()
+        for process, _ in self._ranks:
             process.kill()
             process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+        return failed[0] if failed else ""
 
     def _watch(self) -> None:
         running = {process.sentinel for process, _ in self._ranks}

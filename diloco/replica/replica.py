@@ -193,12 +193,18 @@ def train_session(run: Run, session: Session, parts: Parts | None = None) -> int
         return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
-def script_session(run: Run, session: Session, tell: Callable[[Path], object] | None = None) -> int:
+def script_session(
+    run: Run,
+    session: Session,
+    tell: Callable[[Path], object] | None = None,
+    end: Callable[[int], int] = int,
+) -> int:
+    """Run the script.   end: called with the exit code while the script's folder is still there; returns another."""
     from diloco.script.process import run_script
 
     leave_now(session)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
-        return run_script(run, session, scratch, tell)
+        return end(run_script(run, session, scratch, tell))
 
 
 def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session) -> tuple[Path, dict[str, Path]]:

@@ -217,7 +217,7 @@ def test_a_date_that_python_cannot_hold_is_told(tmp_path: Path) -> None:
     """Before: a traceback, OverflowError."""
     late = pyarrow.array([2**61], pyarrow.int64()).cast(pyarrow.timestamp("us"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "at": late}), tmp_path / "a.parquet")
-    with pytest.raises(InnerError, match=r"a\.parquet has a date or a duration that Python cannot hold\. Save it as"):
+    with pytest.raises(InnerError, match=r"a\.parquet' has a date or a duration that Python cannot hold\. Save"):
         read(tmp_path / "a.parquet", DataSettings())
 
 
