@@ -92,7 +92,7 @@ class Followers:
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
     def end(self, patience_s: float = END_S) -> str:
-        """End the ranks, now that rank 0's work is done. Return a message about a rank that has failed by itself, or "".
+        """End the ranks, now that rank 0's work is done. Return a message about a rank that failed by itself, or "".
 
         patience_s: seconds before a rank is killed."""
         self._ending = True
