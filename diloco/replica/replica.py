@@ -13,8 +13,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -109,34 +109,21 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
     session.on_event = lambda event, fields: _print_step(session, event, fields)
     hear_asking(lambda: session.ask_to_leave("got a signal to end"))
     try:
-        with _exits_are_errors():
-            return act(replace(run, store=session.rv.store), session)  # this store retries
+        return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
         return _end_session(session, error)
-    except Exception as error:
+    except BaseException as error:
+        from diloco.replica.exits import as_error
         from diloco.replica.out_of_memory import error_words  # it imports torch
 
+        error = as_error(error)
         session.emit("crashed", error=error_words(error))
         session.flush()
         if isinstance(error, RewardFailed):
             return _print_end(slot, error, exitcodes.NO_REWARD)
         if isinstance(error, InnerError) and not _is_preflight(session):
             return _print_end(slot, error, exitcodes.CRASHED)
-        raise
-
-
-@contextmanager
-def _exits_are_errors() -> Iterator[None]:
-    """Raise a RuntimeError for sys.exit() of the user's code or a library, and for other kinds outside Exception.
-
-    Without it, sys.exit(2) would end the whole run as a mistake in its config."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as end:
-        how = f"called sys.exit({end.code!r})" if isinstance(end, SystemExit) else f"raised {type(end).__name__}"
-        raise RuntimeError(f"your code or a library {how}; the traceback in this session's log shows it") from end
+        raise error
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
@@ -193,13 +180,8 @@ def train_session(run: Run, session: Session, parts: Parts | None = None) -> int
         return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
-def script_session(
-    run: Run,
-    session: Session,
-    tell: Callable[[Path], object] | None = None,
-    end: Callable[[int], int] = int,
-) -> int:
-    """Run the script.   end: called with the exit code while the script's folder is still there; returns another."""
+def script_session(run: Run, session: Session, tell: Any = None, end: Callable[[int], int] = int) -> int:
+    """Run the script.   tell: see `run_script`.   end: called with the exit code before the folder goes; returns one."""
     from diloco.script.process import run_script
 
     leave_now(session)
