@@ -181,7 +181,7 @@ def train_session(run: Run, session: Session, parts: Parts | None = None) -> int
 
 
 def script_session(run: Run, session: Session, tell: Any = None, end: Callable[[int], int] = int) -> int:
-    """Run the script.   tell: see `run_script`.   end: called with the exit code before the folder goes; returns one."""
+    """Run the script.   tell: see `run_script`.   end: called with the exit code, before the folder goes."""
     from diloco.script.process import run_script
 
     leave_now(session)
