@@ -107,10 +107,14 @@ def write_script_model(run: Run, record: ModelRecord, state: OuterState, to: Pat
 
 
 def _saved_name(name: str, known: set[str]) -> str:
-    """Return a parameter's name in the file: PEFT leaves out the adapter's name, and "modules_to_save" before it."""
+    """Return a parameter's name in the file: PEFT leaves out the adapter's name, and "modules_to_save" before it.
+
+    DoRA's magnitudes, lora_magnitude_vector.default.weight, lose both last words."""
     if not known or name in known:
         return name
     parts = name.split(".")
+    if parts[-3:-2] == ["lora_magnitude_vector"] and (shorter := ".".join(parts[:-2])) in known:
+        return shorter
     for at in reversed(range(len(parts))):
         before = at - (parts[at - 1] == "modules_to_save")
         if (shorter := ".".join(parts[:before] + parts[at + 1 :])) in known:

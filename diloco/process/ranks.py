@@ -91,15 +91,20 @@ class Followers:
         if self._failed.wait(2 * SETTLE_S):  # the watching thread looks once in SETTLE_S
             time.sleep(END_S + SETTLE_S)  # the watching thread ends this process
 
-    def end(self, patience_s: float = END_S) -> None:
-        """End the ranks, now that rank 0's work is done.   patience_s: seconds before a rank is killed."""
+    def end(self, patience_s: float = END_S) -> str:
+        """End the ranks, now that rank 0's work is done. Return a message about a rank that failed by itself, or "".
+
+        patience_s: seconds before a rank is killed."""
         self._ending = True
         until = time.monotonic() + patience_s
         for process, _ in self._ranks:
             process.join(max(0.0, until - time.monotonic()))
+        failed = self._first_failure()
+        for process, _ in self._ranks:
             process.kill()
             process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+        return failed[0] if failed else ""
 
     def _watch(self) -> None:
         running = {process.sentinel for process, _ in self._ranks}
@@ -213,21 +218,27 @@ def run_rank(environment: dict[str, str], follow: Callable[[], int], pipe: Conne
     code = exitcodes.CRASHED
     try:
         code = follow()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(bool(end.code))
     except Followed:
         code = exitcodes.DONE  # rank 0's exit code counts
         tell_leader(LAST, "", True)
     except BaseException as error:
-        line = (str(error).splitlines() or [""])[0]
-        tell_leader(LAST, f"{type(error).__name__}: {line}", isinstance(error, RankLost))
-        with suppress(OSError, ValueError):
-            traceback.print_exc()
+        if isinstance(error, SystemExit) and not error.code:
+            code = exitcodes.DONE
+        else:  # another sys.exit() is an error: scripts, environments and replicas have different exit codes
+            _tell_error(error)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # closed by the user's code, or on a full disk
                 stream.flush()
         os._exit(code)
+
+
+def _tell_error(error: BaseException) -> None:
+    """Send this rank's error to rank 0 as its last words, and print it."""
+    line = (str(error).splitlines() or [""])[0]
+    tell_leader(LAST, f"{type(error).__name__}: {line}", isinstance(error, RankLost))
+    with suppress(OSError, ValueError):
+        traceback.print_exception(error)
 
 
 def tell_leader(*message: Any) -> None:

@@ -13,6 +13,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", default="", help="PID:STARTTIME of a process; this replica leaves when it ends")
     parser.add_argument("--devices", type=int, default=1, help="processes that train the model together, one per GPU")
     asked = parser.parse_args(argv)
+    if asked.devices < 1:
+        parser.error(f"--devices {asked.devices}: a replica has at least one process. Use 1 or more")
     if asked.devices > 1 or LAUNCHED & os.environ.keys():  # variables of a launcher, such as torchrun or mpirun
         from diloco.replica.ranks import run_ranks
 

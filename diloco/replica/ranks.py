@@ -91,7 +91,8 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     session.where = _where_ranks_stand
     try:
         if run.config.script is not None:
-            return replica.script_session(run, session, partial(tell_script, run.config.script))
+            tell, end = partial(tell_script, run.config.script), partial(_end_scripts, followers, session)
+            return replica.script_session(run, session, tell, end)
         leader = Leader()
         return replica.train_session(run, session, (leader.build, leader.manage, leader.judge))
     except RendezvousError:
@@ -99,6 +100,16 @@ def _lead_session(followers: Followers, devices: int, run: Run, session: Session
     except Exception:
         followers.settle()
         raise
+
+
+def _end_scripts(followers: Followers, session: Session, code: int) -> int:
+    """Wait for the other ranks' scripts, which use rank 0's folder. Return CRASHED if one failed after the training."""
+    failure = followers.end() if code in (exitcodes.DONE, exitcodes.LEFT) else ""
+    if code != exitcodes.DONE or not failure:
+        return code
+    print(failure, file=sys.stderr, flush=True)
+    _say_loss(session, failure)
+    return exitcodes.CRASHED
 
 
 def _has_no_round_left(session: Session) -> bool:

@@ -112,16 +112,18 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
         return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
         return _end_session(session, error)
-    except Exception as error:
+    except BaseException as error:
+        from diloco.replica.exits import as_error
         from diloco.replica.out_of_memory import error_words  # it imports torch
 
+        error = as_error(error)
         session.emit("crashed", error=error_words(error))
         session.flush()
         if isinstance(error, RewardFailed):
             return _print_end(slot, error, exitcodes.NO_REWARD)
         if isinstance(error, InnerError) and not _is_preflight(session):
             return _print_end(slot, error, exitcodes.CRASHED)
-        raise
+        raise error
 
 
 def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
@@ -178,12 +180,13 @@ def train_session(run: Run, session: Session, parts: Parts | None = None) -> int
         return _train_model(run, session, record, Inputs(model_dir, files, scratch / LOOP_FOLDER), parts)
 
 
-def script_session(run: Run, session: Session, tell: Callable[[Path], object] | None = None) -> int:
+def script_session(run: Run, session: Session, tell: Any = None, end: Callable[[int], int] = int) -> int:
+    """Run the script.   tell: see `run_script`.   end: called with the exit code, before the folder goes."""
     from diloco.script.process import run_script
 
     leave_now(session)
     with retry_when_full(session, "temporary files", Scratch, lambda: leave_now(session)) as scratch:
-        return run_script(run, session, scratch, tell)
+        return end(run_script(run, session, scratch, tell))
 
 
 def _fetch_inputs(run: Run, record: ModelRecord, scratch: Path, session: Session) -> tuple[Path, dict[str, Path]]:

@@ -25,6 +25,7 @@ AWAY = (
     "repeat the command"
 )
 NO_ANSWER = {errno.ENOTCONN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ECONNABORTED}
+NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}  # this process or machine is at a limit
 HOMELESS = "Could not determine home directory."  # the words of Path.home()
 NO_HOME = (
     "this account (uid {}) has no home folder, and HOME is not set. Set HOME to a folder that the account may write "
@@ -70,6 +71,9 @@ def explain_error(error: Exception) -> tuple[str, int]:
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and error.errno in NO_ANSWER and error.filename:
         return AWAY.format(error.filename, error.strerror), exitcodes.GAVE_UP
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        limit = "Raise the limit of this shell (`ulimit -n 4096` for open files), or end other processes"
+        return f"{error.strerror}{_where(error)}. {limit}; then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and error.errno == errno.EROFS and error.filename:
         return f"{error.filename} is on a read-only file system. Name a place that can be written", exitcodes.USER_ERROR
     if str(error) == HOMELESS:

@@ -107,7 +107,7 @@ def _json_of_line(name: str, number: int, line: str) -> Any:
     )
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InnerError(f"{name}, line {number} is not JSON: {error}. {whole}") from error
     if isinstance(found, list):
         raise InnerError(f"{name}, line {number} is a list. {whole}")
@@ -117,7 +117,7 @@ def _json_of_line(name: str, number: int, line: str) -> Any:
 def _read_json(name: str, path: Path) -> Iterator[Numbered]:
     try:
         found = json.loads(path.read_text(encoding=ENCODING))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InnerError(f"{name} is not JSON: {error}. Write one list of objects, or name it .jsonl.") from error
     if not isinstance(found, list):
         raise InnerError(f"{name} holds a {type(found).__name__}. Write one list of objects, or name it .jsonl.")
@@ -142,6 +142,8 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
         yield from _numbered(row for batch in batches for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
         raise InnerError(f"{name} is not a Parquet file, so save it again: {first_line(error)}") from error
+    except OverflowError as error:  # for example "infinity" of PostgreSQL
+        raise InnerError(f"{name} has a date or a duration that Python cannot hold. Save it as text.") from error
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Numbered]:

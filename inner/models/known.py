@@ -164,6 +164,7 @@ def refuse_config(config: Any, asked: InnerConfig) -> None:
     refuse_towers(config, asked.model)
     refuse_quantised(config, asked.model)
     refuse_pad_reader(config, asked)
+    refuse_outputs(config, asked.model)
 
 
 def refuse_towers(config: Any, model: str) -> None:
@@ -199,6 +200,17 @@ def refuse_pad_reader(config: Any, asked: InnerConfig) -> None:
             f"model = {asked.model!r} is a {kind} model, whose answer depends on the padding in front of its prompt. "
             "Prompts of a batch have different lengths, so the run would train another policy than the one that "
             "answers. Set inner.model to a model of another architecture."
+        )
+
+
+def refuse_outputs(config: Any, model: str) -> None:
+    """Raise InnerError for outputs with which transformers cannot generate.   config: the contents of config.json."""
+    read = config.get if isinstance(config, dict) else {}.get
+    attends = read("output_attentions") is True and read("_attn_implementation") != "eager"
+    if attends or read("return_dict") is False:
+        raise InnerError(
+            f"model = {model!r} has {'output_attentions = true' if attends else 'return_dict = false'} in its "
+            "config.json. With it, transformers cannot save this model or generate. Take this line out of config.json."
         )
 
 

@@ -30,6 +30,15 @@ class _Interrupted(BaseException):
     """Raised inside the call. Not an Exception, because `except Exception` in the user's code would catch it."""
 
 
+def is_end(error: BaseException) -> bool:
+    """Whether an exception ends this process, whichever code it came through: Ctrl-C, or a closed coroutine.
+
+    A replica handles Ctrl-C without an exception, so there a KeyboardInterrupt comes from the user's code."""
+    if isinstance(error, KeyboardInterrupt):
+        return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return isinstance(error, GeneratorExit)
+
+
 def remind_after(seconds: float) -> float:
     """Return the seconds after which a call with this limit (0: no limit) is reported as waiting."""
     return min(REMIND_S, seconds / 3) if seconds else REMIND_S

@@ -16,7 +16,8 @@ from inner.channels.lessons import Rollout
 from inner.channels.process_reward import ProcessReward, ScoredSpan, score_steps
 from inner.errors import InnerError
 from inner.host import Host
-from inner.usercode.reward_calls import EMIT_EVERY_S, ENDS
+from inner.usercode.deadline import is_end
+from inner.usercode.reward_calls import EMIT_EVERY_S
 
 TRIES = 3  # a session ends if its first TRIES batches all fail
 
@@ -56,9 +57,9 @@ class ForgivingHint:
         try:
             if ask is not None:
                 ask(asked)
-        except ENDS:
-            raise
         except BaseException as error:
+            if is_end(error):
+                raise
             self._failures.note(error)
 
     def __call__(self, row: Mapping[str, Any], error: str, /) -> str | None:
@@ -67,9 +68,9 @@ class ForgivingHint:
             if found is not None and not isinstance(found, str):
                 raise TypeError(f"a hint must be text or None, found {found!r}")
             return found
-        except ENDS:
-            raise
         except BaseException as failure:
+            if is_end(failure):
+                raise
             self._failures.note(failure)
             return None
 
@@ -89,9 +90,9 @@ class ForgivingProcess:
     def __call__(self, rollouts: Sequence[Rollout]) -> list[ScoredSpan]:
         try:
             steps = score_steps(self._process, rollouts)
-        except ENDS:
-            raise
         except BaseException as error:
+            if is_end(error):
+                raise
             self._failures.note(error)
             self._failed_first += not self._worked
             if self._failed_first == TRIES:

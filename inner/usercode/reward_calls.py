@@ -29,14 +29,13 @@ from trl.trainer.utils import is_async_callable
 from inner.errors import RewardFailed
 from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, plan_attempts, read_values, rows_of
 from inner.usercode.broken import WORST, BrokenRewards
-from inner.usercode.deadline import TimedOut, call_within, remind_after
+from inner.usercode.deadline import TimedOut, call_within, is_end, remind_after
 
 if TYPE_CHECKING:
     from inner.host import Host
 
 BATCHES = 3  # consecutive batches without any reward that end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
-ENDS = (KeyboardInterrupt, GeneratorExit)  # exceptions that are not the user's code's
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
 
 
@@ -183,9 +182,9 @@ class RewardCalls:
             return call.read_answer(
                 call_within(self.timeout_s, call.call_now, lambda waited: self._note_waiting(reward, waited))
             )
-        except ENDS:
-            raise
         except BaseException as error:  # sys.exit(), or a library's own kind, as a Rust panic, must not end the replica
+            if is_end(error):
+                raise
             return Failure(error)
 
     async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
@@ -203,7 +202,7 @@ class RewardCalls:
             return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
         except BaseException as error:
             task = asyncio.current_task()
-            if isinstance(error, ENDS) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):
+            if is_end(error) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):
                 raise
             return Failure(error)
         finally:

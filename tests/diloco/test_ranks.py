@@ -251,6 +251,28 @@ def test_a_rank_that_cannot_write_its_log_ends_as_it_did(raises: bool, code: int
     assert ("rank 1 of 2 ended (exit code 1): KeyError: 'no more'" in words(tmp_path)[0]) is raises
 
 
+def call_exit(exited: object) -> int:
+    sys.exit(exited)  # type: ignore[arg-type]
+
+
+def lead_one_that_exits(folder: str, exited: object) -> int:
+    os.dup2(os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT), 2)
+    followers = Followers(2, partial(call_exit, exited))
+    followers._ranks[0][0].join()
+    followers.settle()
+    followers.end()
+    return 0
+
+
+@pytest.mark.parametrize(("exited", "code"), [(2, exitcodes.CRASHED), ("bad", exitcodes.CRASHED), (0, 0), (None, 0)])
+def test_an_exit_of_a_rank_s_code_is_no_exit_code_of_the_replica(exited: object, code: int, tmp_path: Path) -> None:
+    """Before: sys.exit(2) in an environment of rank 1 ended the whole run as a mistake in its config."""
+    child = context().Process(target=lead_one_that_exits, args=(str(tmp_path), exited))
+    child.start()
+    assert wait(child) == code
+    assert (f"rank 1 of 2 ended (exit code 1): SystemExit: {exited}" in words(tmp_path)[0]) is bool(code)
+
+
 def lead_one_that_is_stopped(folder: str, signals: list[int]) -> int:
     module.SETTLE_S, module.STOPPED_LOOKS = 0.05, 3
     out = os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT)
@@ -425,6 +447,13 @@ def test_a_replica_that_a_launcher_started_several_times_is_refused(
     for devices in ("1", "2"):
         assert main(["runs/none", "--devices", devices]) == exitcodes.USER_ERROR
         assert "a launcher that sets WORLD_SIZE has started this replica as one of 8" in capfd.readouterr().err
+
+
+def test_a_replica_of_no_process_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """Before: --devices 0 ran as 1."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["runs/none", "--devices", "0"])
+    assert "--devices 0: a replica has at least one process. Use 1 or more" in capfd.readouterr().err
 
 
 def test_a_rank_tells_where_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,9 @@ from safetensors.numpy import load_file
 
 from diloco.model.export import state_at
 from diloco.process import exitcodes
-from diloco.run.config import ConfigError
+from diloco.run.config import ConfigError, RunConfig
 from diloco.run.footprint import footprint, lines
+from diloco.run.founding import open_run
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import kept_words, summary
 from diloco.units import byte_size
@@ -447,3 +448,35 @@ def test_a_crash_of_native_code_shows_its_calls_and_no_telemetry_is_sent(
     done = subprocess.run(code, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGSEGV and done.stdout.splitlines()[-1] == sends_none
     assert "Segmentation fault" in done.stderr and 'File "<string>", line 7' in done.stderr
+
+
+EXITS = """
+import sys
+from diloco.replica.replica import run_member
+def act(run, session):
+    raise {raised}
+sys.exit(run_member(sys.argv[1], "r00", act))
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        ("SystemExit(2)", "called sys.exit(2)"),
+        ("SystemExit(0)", "called sys.exit(0)"),
+        ("KeyboardInterrupt", "raised KeyboardInterrupt"),
+    ],
+)
+def test_an_exit_of_the_users_code_is_a_crash_and_its_code_is_not_the_replicas(
+    tmp_path: Path, raised: str, words: str
+) -> None:
+    """Before: sys.exit(2) in an environment's reset ended the run as a mistake in its config, without a reason."""
+    (tmp_path / "text.txt").write_text("1 2 3")
+    data = {"inner": {"loop": "supervised", "model": "m", "data": {"text": "text.txt"}}, "fleet": {"replicas": 1}}
+    url = str(tmp_path / "run")
+    run = open_run(RunConfig.from_dict(data, tmp_path), url, SystemClock())
+    code = [sys.executable, "-c", EXITS.format(raised=raised), url]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert done.returncode == exitcodes.CRASHED, done.stderr
+    crashed = read_report(run.store).of_kind("crashed")
+    assert [f"your code or a library {words}" in e["error"] for e in crashed] == [True], crashed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,6 +23,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from diloco import DiLoCoCallback
+from diloco.model.script_model import _saved_name
 from diloco.runlog.reader import read_report
 from rendezvous.stores.open import open_store
 from tests.diloco.test_script_callback import QUIET, ROWS, vowels
@@ -152,3 +153,16 @@ def test_two_replicas_of_it_hold_the_same_weights(kind: str, tmp_path: Path) -> 
     assert torch.equal(first, second) and first.isfinite().all()
     report = read_report(open_store(f"file://{tmp_path}/run"))
     assert report.done and report.head == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}], ids=str
+)
+def test_each_weight_of_an_adapter_has_its_name_in_peft_s_file(options: dict[str, Any]) -> None:
+    """Before: `diloco export` refused a DoRA adapter, whose magnitudes PEFT saves under a shorter name."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("qwen3"))
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options))
+    saved = get_peft_model_state_dict(adapted)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    found = {_saved_name(name, set(saved)): p for name, p in trained.items()}
+    assert len(found) == len(trained) and all(torch.equal(saved[name], p) for name, p in found.items())

@@ -1,11 +1,15 @@
 """DiLoCoCallback in a script that several processes run together."""
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,11 +19,15 @@ from transformers import AutoModelForCausalLM
 from diloco.model.fetch import fetch_model
 from diloco.outer.ranks.lead import lone_words
 from diloco.process import exitcodes
+from diloco.process.ranks import Followers
+from diloco.replica import replica
+from diloco.replica.ranks import _lead_session
 from diloco.run.record import ModelRecord
 from diloco.runlog.reader import read_report
 from rendezvous import layout
 from rendezvous.stores.open import open_store
 from tests.support import rank_script
+from tests.support.fleet import context
 from tests.support.ranks import start_ranks, wait, words
 from tests.support.tiny_models import tiny_model_folder
 
@@ -162,3 +170,38 @@ def test_one_process_in_place_of_several_is_told(more: dict[str, str], told: boo
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert bool(lone_words({**environ, **more})) is told
     assert not lone_words({"ACCELERATE_MIXED_PRECISION": "no"}) and not lone_words({"MASTER_PORT": "29500"})
+
+
+def end_late(folder: str) -> int:
+    """As rank 1 after the training: it reads a file of rank 0's folder."""
+    time.sleep(0.5)
+    raise ValueError(Path(folder, "eval.txt").read_text())
+
+
+def lead_late(folder: str, code: int) -> int:
+    os.dup2(os.open(f"{folder}/r00.log", os.O_WRONLY | os.O_CREAT), 2)
+
+    def script_session(run: Any, session: Any, tell: Any, end: Callable[[int], int]) -> int:
+        Path(folder, "eval.txt").write_text("an evaluation")
+        ended = end(code)
+        Path(folder, "eval.txt").unlink()
+        return ended
+
+    replica.script_session = script_session
+    session = Mock()
+    followers = Followers(2, partial(end_late, folder))
+    followers.is_over, ended = lambda: True, exitcodes.CRASHED
+    with patch("diloco.replica.ranks.rank_fault", lambda *_: ""):
+        ended = _lead_session(followers, 2, Mock(), session)
+    followers.end()
+    os._exit(ended if session.emit.called == (ended == exitcodes.CRASHED) else 77)
+
+
+@pytest.mark.parametrize(("code", "ends"), [(exitcodes.DONE, exitcodes.CRASHED), (exitcodes.LEFT, exitcodes.LEFT)])
+def test_an_error_of_another_rank_s_script_after_the_training_is_told(code: int, ends: int, tmp_path: Path) -> None:
+    """Before: it was in that rank's log alone, and `launch` ended with 0; rank 0's end removed that rank's files."""
+    child = context().Process(target=lead_late, args=(str(tmp_path), code))
+    child.start()
+    assert wait(child) == ends
+    told = "rank 1 of 2 ended (exit code 1): ValueError: an evaluation"
+    assert words(tmp_path)[0].count(told) == (ends == exitcodes.CRASHED)

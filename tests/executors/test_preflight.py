@@ -692,6 +692,17 @@ def test_files_that_from_pretrained_does_not_read_do_not_matter(model: Path) -> 
     assert known(model) == "" and _shapes_of_folder(model) == {"w": [4]}
 
 
+@pytest.mark.parametrize("said", ["return_dict = false", "output_attentions = true"])
+def test_outputs_that_transformers_cannot_generate_with_are_refused_before_the_start(model: Path, said: str) -> None:
+    """Before: `plan` accepted them, and the replicas, or the start model's publication, ended three times."""
+    name, _, value = said.partition(" = ")
+    (model / "config.json").write_text(json.dumps({name: json.loads(value)}))
+    assert f"has {said} in its config.json" in known(model)
+    kept = {"return_dict": True, "output_attentions": True, "_attn_implementation": "eager"}
+    (model / "config.json").write_text(json.dumps(kept))
+    assert "in its config.json" not in known(model)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "mxfp4", "hqq", None])
 def test_a_quantised_model_is_refused_before_the_start(model: Path, method: str | None) -> None:
     """Before: replicas started on rented machines, and then the start model could not be published. GPTQ's, AWQ's and

@@ -150,6 +150,13 @@ def test_a_read_only_place_is_told() -> None:
     assert code == 2 and text.startswith("image/out is on a read-only file system. Name")
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_limit_of_this_machine_is_no_mistake_in_a_path(number: int) -> None:
+    """Before: "run/run.json: Too many open files. Correct this path, or name another one", and exit code 2."""
+    text, code = explain_error(OSError(number, os.strerror(number), "run/run.json"))
+    assert code == 75 and text.startswith(f"{os.strerror(number)} (run). Raise the limit of this shell (`ulimit -n")
+
+
 def test_an_error_of_a_path_is_told_without_its_number() -> None:
     """Before: "[Errno 2] No such file or directory: '/proc/x'", after `export --to /proc/x`."""
     told = explain_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/x"))

@@ -198,6 +198,8 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.json", b'{"prompt": "x"}', "holds a dict. Write one list of objects"),
         ("a.json", b"[", "is not JSON"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
+        pytest.param("a.jsonl", b'{"deep": ' + b"[" * 10**5, "line 1 is not JSON: .*recursion", id="deep line"),
+        pytest.param("a.json", b"[" * 10**5, "is not JSON: .*recursion", id="deep list"),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt,answer\n1,2,3\n", r"row 1 has 1 fields more than the header\. Put quotes"),
@@ -209,6 +211,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, wo
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InnerError, match=words):
         read(tmp_path / name, DataSettings())
+
+
+def test_a_date_that_python_cannot_hold_is_told(tmp_path: Path) -> None:
+    """Before: a traceback, OverflowError."""
+    late = pyarrow.array([2**61], pyarrow.int64()).cast(pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "at": late}), tmp_path / "a.parquet")
+    with pytest.raises(InnerError, match=r"a\.parquet' has a date or a duration that Python cannot hold\. Save"):
+        read(tmp_path / "a.parquet", DataSettings())
 
 
 def test_a_column_that_some_rows_lack_is_none_there_and_told(tmp_path: Path) -> None:

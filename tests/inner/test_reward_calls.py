@@ -467,6 +467,28 @@ def test_no_fault_of_a_reward_ends_the_replica(fault: BaseException, is_async: b
     assert found.take_failed() == [2] and values[3:] == [0.0] * 13
 
 
+@pytest.mark.parametrize("handles", [True, False])
+def test_an_interrupt_is_the_rewards_own_where_ctrl_c_raises_none(handles: bool) -> None:
+    """Before: `raise KeyboardInterrupt` in a reward ended the replica's session, without an event."""
+
+    def reward(completions: list[int], **columns: Any) -> list[float]:
+        if 2 in completions:
+            raise KeyboardInterrupt
+        return [0.0] * len(completions)
+
+    found, _ = make_reward_calls()
+    call = lambda: found.wrap_reward(reward)(prompts=[""] * 16, completions=list(range(16)))  # noqa: E731
+    before = signal.signal(signal.SIGINT, (lambda *_: None) if handles else signal.default_int_handler)
+    try:
+        if handles:
+            assert call()[3:] == [0.0] * 13 and found.take_failed() == [2]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_cancelled_async_reward_is_cancelled() -> None:
     async def reward(completions: list[int], **columns: Any) -> list[float]:
         raise asyncio.CancelledError

@@ -36,6 +36,7 @@ from inner.rollouts.at_once.lanes import (
     is_in_lane,
     within,
 )
+from inner.usercode.deadline import is_end
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
@@ -168,7 +169,8 @@ def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError("the tool raised CancelledError: it awaited a task that was cancelled") from end
 
     def now(**arguments: Any) -> Any:
-        with _faults_are_errors(*(() if is_in_lane() else (KeyboardInterrupt,))):  # Ctrl-C reaches the main thread
+        ends = not is_in_lane() and is_end(KeyboardInterrupt())  # Ctrl-C reaches the main thread
+        with _faults_are_errors(*[KeyboardInterrupt] * ends):
             return _with_text(tool(**arguments))
 
     return later if iscoroutinefunction(tool) else now
