@@ -39,19 +39,15 @@ from rendezvous.background import together_on
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.codecs import why_no_kernels
 from rendezvous.errors import (
-    BadDelta,
-    Diverged,
     Fenced,
     Forged,
     GaveUp,
     Leaving,
     RendezvousError,
     StoreError,
-    StoreRefused,
     StoreUnclear,
     WrongRun,
 )
-from rendezvous.keeping.garbage import Collected
 from rendezvous.layout import slot_index
 from rendezvous.records.records import WireError
 from rendezvous.snapshots import record as snapshots
@@ -111,7 +107,9 @@ def _run_session(url: str, slot: str, act: "Callable[[Run, Session], int]", **of
     try:
         return act(replace(run, store=session.rv.store), session)  # this store retries
     except RendezvousError as error:
-        return _end_session(session, error)
+        from diloco.replica.exits import end_session
+
+        return _print_end(slot, error, end_session(session, error))
     except BaseException as error:
         from diloco.replica.exits import as_error
         from diloco.replica.out_of_memory import error_words  # it imports torch
@@ -438,29 +436,6 @@ def leave_now(session: Session) -> None:
         raise Leaving("asked to leave before the first inner step; nothing was lost")
     if session.rv.members.fenced_by > session.rv.generation:
         raise Fenced(f"{session.rv.slot} now belongs to generation {session.rv.members.fenced_by}; this process ends")
-
-
-def _end_session(session: Session, error: RendezvousError) -> int:
-    """Return the exit code for an error of the rendezvous, and log the session's last event."""
-    codes: list[tuple[type[RendezvousError], int, str]] = [
-        (Leaving, exitcodes.LEFT, "left"),
-        (Fenced, exitcodes.FENCED, "fenced"),
-        (Diverged, exitcodes.DIVERGED, "diverged"),
-        (Collected, exitcodes.DIVERGED, "outdated"),
-        (GaveUp, exitcodes.GAVE_UP, "gave_up"),
-        (StoreRefused, exitcodes.GAVE_UP, "gave_up"),  # of an actor, which does not wait for the store
-        (BadDelta, exitcodes.BAD_DELTA, "bad_delta"),
-        (WrongRun, exitcodes.USER_ERROR, "refused"),
-        (WireError, exitcodes.USER_ERROR, "refused"),
-        (Forged, exitcodes.USER_ERROR, "refused"),
-        (RendezvousError, exitcodes.CRASHED, "crashed"),
-    ]
-    code, event = next((code, event) for kind, code, event in codes if isinstance(error, kind))
-    session.emit(event, step=session.rv.step, text=str(error))
-    if not isinstance(error, Fenced):
-        session.rv.members.write_leave_beat()
-    session.end()
-    return _print_end(session.rv.slot, error, code)
 
 
 def _print_end(slot: str, error: Exception | str, code: int) -> int:

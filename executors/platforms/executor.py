@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from executors.platforms.short_form import Leash
 
 GRACE_S, END_S = 15.0, 120.0  # at the end of a `with` block: seconds for processes to leave, and to wait for their ends
-TAIL = 12  # lines of a failed process's log that its result shows
 Launch = tuple[str, str, int]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -192,13 +191,9 @@ class Executor(Platform, FleetExecutor, ABC):
 
     def make_result(self, status: Status) -> Result:
         """Return the result of a process, with its value or its last lines."""
-        result = Result(status.handle, status.state, status.reason, status.exit_code)
-        if status.state is State.SUCCEEDED:
-            return replace(result, value=self.read_value(status.handle))
-        if status.state.ended:
-            with suppress(ExecutorError):  # the log is optional: the end is known without it
-                return replace(result, tail=tuple(self.logs(status.handle, TAIL)))
-        return result
+        from executors.platforms.short_form import result_of
+
+        return result_of(self, status)
 
     def logs(self, handle: Handle, tail: int | None = None) -> list[str]:
         if not self.is_ours(handle):
@@ -217,17 +212,10 @@ class Executor(Platform, FleetExecutor, ABC):
         if (file := self.log_file(handle)) is not None:
             yield from file.follow(tail, ended, self._clock, self.pause_s)
             return
+        from executors.platforms.machine.logfile import follow_stream
+
         shown = 0 if tail is None else max(0, len(self.logs(handle)) - tail)
-        while True:
-            over = ended()  # before the log is read, so that no line is missed
-            with suppress(Unavailable):
-                for number, line in enumerate(self.stream_log(handle), 1):
-                    if number > shown:
-                        shown = number
-                        yield line
-                if over:
-                    return
-            self._clock.sleep(self.pause_s)
+        yield from follow_stream(lambda: self.stream_log(handle), shown, ended, lambda: self._clock.sleep(self.pause_s))
 
     # ------------------------------------------------------------------ ending
 

@@ -18,17 +18,30 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from executors.platforms.base import LEASE_S, RANK_ENV, REPLICA, ExecutorError, Handle, ReplicaSpec, Status
+from executors.platforms.base import (
+    LEASE_S,
+    RANK_ENV,
+    REPLICA,
+    ExecutorError,
+    Handle,
+    ReplicaSpec,
+    Result,
+    State,
+    Status,
+)
 from rendezvous.clock import Clock
 from rendezvous.layout import slot_name
 
 if TYPE_CHECKING:
+    from executors.platforms.executor import Executor
     from executors.platforms.platform import Platform
 
 FIRST_PAUSE_S = 0.02
+TAIL = 12  # lines of a failed process's log that its result shows
 LOOKS = 4  # renewals within the time of one lease
 Arguments = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
@@ -143,3 +156,14 @@ def wait_for_all(poll: Callable[[], list[Status]], clock: Clock, timeout: float 
             return statuses
         clock.sleep(min(pause, left))
         pause = min(pause_s, 1.5 * pause)
+
+
+def result_of(executor: "Executor", status: Status) -> Result:
+    """Return the result of a process, with its value or its last lines."""
+    result = Result(status.handle, status.state, status.reason, status.exit_code)
+    if status.state is State.SUCCEEDED:
+        return replace(result, value=executor.read_value(status.handle))
+    if status.state.ended:
+        with suppress(ExecutorError):  # the log is optional: the end is known without it
+            return replace(result, tail=tuple(executor.logs(status.handle, TAIL)))
+    return result

@@ -14,7 +14,7 @@ from diloco.audit.step_facts import NOTED
 from diloco.events import DATA, KINDS, LAUNCH_BEGINS, LAUNCH_ENDS, MARKED, ON_PAGE, SESSION_ENDS, SHOWN, WARNINGS
 from diloco.process import exitcodes
 from diloco.process.journal import Journal
-from diloco.replica.replica import _end_session
+from diloco.replica.exits import end_session
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import BAD_ENDS
 from diloco.views.page.data import page_data
@@ -109,7 +109,7 @@ ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issu
 def test_each_error_of_the_rendezvous_ends_its_session_by_a_kind_of_session_ends(error: type[Exception]) -> None:
     told: list[str] = []
     quiet = SimpleNamespace(emit=lambda kind, **_: told.append(kind), end=lambda: None, rv=MagicMock())
-    _end_session(cast(Any, quiet), cast(Any, error.__new__(error)))
+    end_session(cast(Any, quiet), cast(Any, error.__new__(error)))
     (kind,) = told
     assert kind in SESSION_ENDS
     assert kind == "outdated" or error is not Collected
@@ -118,7 +118,7 @@ def test_each_error_of_the_rendezvous_ends_its_session_by_a_kind_of_session_ends
 def test_an_actor_that_may_not_write_gives_up_and_is_no_crash() -> None:
     """Before: exit code 1, three times; `status` had no reason."""
     session, error = MagicMock(), errors.StoreReadOnly("cannot create s3://b/run/rollouts/r00: 403 AccessDenied")
-    assert _end_session(session, error) == exitcodes.GAVE_UP
+    assert end_session(session, error) == exitcodes.GAVE_UP
     assert session.emit.call_args.args == ("gave_up",)
 
 

@@ -24,7 +24,7 @@ from diloco.outer.managers.manager import StoreManager
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.process import exitcodes, processes, session
 from diloco.process.session import Session
-from diloco.replica.replica import _end_session
+from diloco.replica.exits import end_session
 from diloco.runlog.sessions import versions_in
 from rendezvous import layout
 from rendezvous.agreement.membership import CONTROL_BEATS, Membership, claim, read_beat, write_control
@@ -276,7 +276,7 @@ def test_no_replica_trains_without_a_heartbeat(error: BaseException, monkeypatch
             optimizer.step()
             steps += 1
     assert steps < 10**6
-    assert _end_session(manager.session, HeartbeatLost("x")) == exitcodes.CRASHED, "a supervisor starts the slot again"
+    assert end_session(manager.session, HeartbeatLost("x")) == exitcodes.CRASHED, "a supervisor starts the slot again"
 
 
 def test_a_replica_that_hangs_in_an_inner_step_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
 """`diloco train` in a terminal: this process supervises (with --detach another one does, detached.py).
 
     Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
-    if another process supervises the run already, this process only shows it
+    if another process supervises the run already, this process only shows it (look_on.py)
 
-Not promised: that a viewer sees a supervisor's death at once.  The supervisor's heartbeat
-stops changing, and `show` reports it.
+Not promised: replicas of this machine that outlive this process; `--detach` starts such a supervisor.
 """
 
 import os
@@ -14,23 +13,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diloco.process import exitcodes, processes
+from diloco.process import processes
 from diloco.process.signals import asking_signals
-from diloco.run.founding import refuse_lost_run
 from diloco.run.record import Run
-from diloco.runlog.reader import Reader, Report
-from diloco.runlog.scope import STATUS
-from diloco.runlog.sessions import end_words
+from diloco.runlog.reader import Report
 from diloco.units import duration
 from executors.cli.answers import say
 from executors.cli.looking.lines import StatusView, view_for
 from executors.platforms.places import build_executor
 from executors.preflight.run_url import UsageError
-from executors.supervision.lease import Supervised, supervisor_of
+from executors.supervision.lease import Supervised
 from executors.supervision.notices import VARIABLE as ALERT
 from executors.supervision.supervisor import Outcome, Supervisor
 from rendezvous.agreement.membership import read_control
-from rendezvous.clock import Clock, SystemClock
+from rendezvous.clock import SystemClock
 
 Tick = Callable[[Supervisor, Report], None]
 
@@ -52,25 +48,12 @@ def supervise_here(
         with _handled_signals(supervisor, view):
             return supervisor.supervise()
     except Supervised as other:
+        from executors.cli.starting.look_on import look_on
+
         say(f"{other}; watching it (Ctrl-C ends the watching only)")
         return look_on(run, SystemClock(), view)
     finally:
         executor.close()
-
-
-def look_on(run: Run, clock: Clock, view: StatusView) -> Outcome:
-    """Show a run that another process supervises, until the run or that supervisor ends."""
-    reader = Reader(run.store, STATUS)
-    while True:
-        supervisor = supervisor_of(run.store)
-        report = reader.refresh()
-        view.show(report)
-        if report.done:
-            refuse_lost_run(run, records=report.wanted.records, head=report.head)
-            return Outcome(exitcodes.DONE, end_words(report))
-        if supervisor is None:
-            return Outcome(exitcodes.LEFT, f"its supervisor ended at outer step {report.progress}")
-        clock.sleep(0.5)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ Not promised: correct lines if the file is truncated while it is read.
 """
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 from diloco.process.own_files import ForeignFile, open_own
-from executors.platforms.base import last_lines
+from executors.platforms.base import Unavailable, last_lines
 from rendezvous.clock import Clock
 
 
@@ -71,3 +72,19 @@ class LogFile:
 
 def _decode_line(raw: bytes) -> str:
     return raw.decode(errors="replace")
+
+
+def follow_stream(
+    read: Callable[[], Iterable[str]], shown: int, ended: Callable[[], bool], pause: Callable[[], None]
+) -> Iterator[str]:
+    """Yield the lines of a log that a platform reads from its beginning each time, without the first `shown`."""
+    while True:
+        over = ended()  # before the log is read, so that no line is missed
+        with suppress(Unavailable):
+            for number, line in enumerate(read(), 1):
+                if number > shown:
+                    shown = number
+                    yield line
+            if over:
+                return
+        pause()
