@@ -259,7 +259,8 @@ $(NF4)/.installed: | install
 TOOLS := httpx2|pytest|pytest-timeout|pytest-xdist|hypothesis|moto|boto3|botocore|s3fs|aiobotocore|s3transfer|fsspec|greenlet|websockets
 
 test-lowest: $(LOWEST)/.installed
-	$(LOWEST)/bin/python -m pytest -q -n 3 --dist worksteal -m "not slow" tests/rendezvous tests/inner tests/diloco tests/executors
+	$(LOWEST)/bin/python -m pytest -q -n 5 --dist worksteal -m "not slow" $(addprefix --ignore=,tests/house $(CLOCKED))
+	$(LOWEST)/bin/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(CLOCKED)
 
 $(LOWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
