@@ -269,5 +269,5 @@ def test_a_lighthouse_without_torchft_is_refused_with_what_to_do(monkeypatch: py
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Without("torchft"), *sys.meta_path])
     session: Any = None
-    with pytest.raises(ConfigError, match=r"needs torchft .*Linux on x86-64 alone.*use the bucket"):
+    with pytest.raises(ConfigError, match=r"needs torchft .*Linux on x86-64 and Python up.*use the bucket"):
         connect_lighthouse("lighthouse://127.0.0.1:29510", session)

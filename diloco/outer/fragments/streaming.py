@@ -1,10 +1,10 @@
-"""DiLoCo's schedule over flat fragments, for machines without torchft: macOS, Windows, Linux on ARM.
+"""DiLoCo's schedule over flat fragments, without torchft: macOS, Linux on ARM, Python 3.14.
 
     inner step  1 … H/F − τ        Δ = θ − flat ──▶ manager.allreduce       prepare_sync
                 H/F                flat ← θ ◀── mean, should_commit         perform_sync
                                    θ ← outer step ─▶ flat ← θ + α · (local − θ)
 
-torchft 0.2 has wheels for Linux on x86-64 alone.  Where it is installed, its own classes run.  These have the names
+torchft 0.2 has wheels for Linux on x86-64 and Python up to 3.13 alone.  Where it is installed, its own classes run.  These have the names
 of torchft's attributes that in_place.py and loop.py use, and give the same bits (a test compares both).
 
 Not promised: a lighthouse, several parameters in a fragment, values on a GPU; FlatFragments are on the CPU.
