@@ -304,7 +304,7 @@ def connect_lighthouse(url: str, session: Session) -> LighthouseManager:
         from torchft.checkpointing.http_transport import HTTPTransport
     except ModuleNotFoundError as missing:
         raise ConfigError(
-            f"rendezvous = {url!r} needs torchft ({missing}), which has wheels for Linux on x86-64 and Python up to 3.13 "
+            f"rendezvous = {url!r} needs torchft ({missing}). It has wheels for Linux on x86-64 and Python up to 3.13 "
             "(pip install 'serverless-diloco[diloco]'). Elsewhere, use the bucket: leave the line out"
         ) from missing
 
