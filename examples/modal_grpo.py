@@ -20,7 +20,7 @@ from diloco.run.founding import open_run
 from executors.cli.answers import say
 from executors.cli.looking.lines import view_for
 from executors.cli.starting.detached import hand_over
-from executors.cli.starting.foreground import look_on
+from executors.cli.starting.look_on import look_on
 from executors.platforms.base import ExecutorError
 from executors.platforms.places import Place
 from executors.preflight.quote import UsageError, make_offer, slots_of, write_quote
