@@ -8,17 +8,21 @@ from tests.house.test_rules import ROOMS, ROOT
 
 
 def names_in(module: Path) -> set[str]:
-    """Return the names that a module may have: all that its code binds, and its texts (lazily loaded names)."""
+    """Return the names that a module may have: those that its code binds outside functions, and lazily loaded ones."""
     found = set[str]()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    todo: list[ast.AST] = [ast.parse(module.read_text(encoding="utf-8"))]
+    while todo:
+        node = todo.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
-        elif isinstance(node, ast.Name):
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            found.add(node.value)  # the keys of a table that __getattr__ reads
     return found
 
 
