@@ -127,5 +127,5 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
 
 
 def stand_in_url(url: str, places: Sequence[Place]) -> str:
-    """Return the run's URL, or an example URL if there is none."""
+    """Return the run's URL, or an example URL in place of ""."""
     return url or (SOMEWHERE if any(p.executor in FAR for p in places) else "runs/RUN")

@@ -51,10 +51,14 @@ def foreign_files(folder: Path, ours: Iterable[str]) -> str:
 def unmounted_point(folder: Path, wanted: Path = FSTAB, mounted: Path = MOUNTS) -> str:
     """Return the mount point above the folder that the machine's table names and that is not mounted, or ""."""
     with suppress(OSError):
-        named, there = ([line.split()[1:2] for line in table.read_text().splitlines()] for table in (wanted, mounted))
-        points = [Path(point.replace("\\040", " ")) for [point] in filter(None, named) if [point] not in there]
-        return str(max((p for p in points if p.is_absolute() and p in folder.resolve().parents), default=""))
+        away = _mount_points(wanted) - _mount_points(mounted)
+        return str(max((point for point in away if point in folder.resolve().parents), default=""))
     return ""
+
+
+def _mount_points(table: Path) -> set[Path]:
+    lines = (line.split() for line in table.read_text(errors="surrogateescape").splitlines())
+    return {Path(line[1].replace("\\040", " ")) for line in lines if len(line) > 1 and not line[0].startswith("#")}
 
 
 def refuse_foreign_files(url: str) -> None:

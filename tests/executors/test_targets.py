@@ -300,7 +300,9 @@ def test_a_new_run_below_a_mount_that_is_away_is_refused(tmp_path: Path, monkeyp
     nas, fstab, mounts = (tmp_path / name for name in ("the nas", "fstab", "mounts"))
     nas.mkdir()
     point = str(nas.resolve()).replace(" ", "\\040")
-    fstab.write_text(f"# nas: /x\n\nUUID=1 / ext4 defaults 0 1\nUUID=2 none swap sw 0 0\nnas:/x {point} nfs bg 0 0\n")
+    rows = ["UUID=1 / ext4 defaults 0 1", "UUID=2 none swap sw 0 0", f"#nas:/y {tmp_path.resolve()} nfs bg 0 0"]
+    rows += ["", f"nas:/x {point} nfs bg 0 0"]
+    fstab.write_bytes(b"# caf\xe9\n" + "\n".join(rows).encode())
     monkeypatch.setattr(run_url.unmounted_point, "__defaults__", (fstab, mounts))
     refuse_foreign_files(str(nas / "runs/a"))  # a machine without a table of mounts
     mounts.write_text("/dev/sda / ext4 rw 0 0\n")

@@ -1,7 +1,7 @@
 """A Manager over a bucket: the eight methods that torchft's DiLoCo calls.
 
     torchft                        StoreManager                      rendezvous
-    start_quorum()            ──▶  (nothing: there is no server)
+    start_quorum()            ──▶  (nothing: a bucket has no quorum)
     allreduce(Δ)              ──▶  offer ─────────────────────────▶  blob, offer.json
     Work.wait()               ──▶  settle, mean ──────────────────▶  commit.json, blobs
     should_commit()           ──▶  True (bare, after a reported error: False)

@@ -149,7 +149,7 @@ def _why_no_log(slot: str, run: Run, wanted: Wanted, found: dict[str, Handle]) -
         if claim := newest_claim(run.store, slot):
             where = host_words(claim.host) or "the machine where it ran"
             bucket = f"diloco logs {shlex.quote(run.url)} {slot}-{claim.generation}"
-            return f"the log of {slot} is on {where}, and its user can read it there. What the bucket has: {bucket}"
+            return f"the log of {slot} is not here; its user has it on {where}. The bucket has a part: {bucket}"
         return f"{slot} has not been launched yet; `diloco status` shows the reason for the wait"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine; look where it was started"

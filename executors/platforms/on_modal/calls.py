@@ -42,7 +42,7 @@ LOOK_S = 10.0  # seconds between two looks at the register
 
 
 def look_up_call(handle: Handle, register: Register, began: bool) -> tuple[Status, Mapping[str, Any]]:
-    """Return the status of a call, and its end if it has one.  Raise Modal's error if there is no answer.
+    """Return the status of a call, and its end if it has one.  Raise Modal's error if Modal does not answer.
 
     began: whether we know that the call's container has begun.
     """

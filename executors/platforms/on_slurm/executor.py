@@ -318,7 +318,7 @@ def _submit_in_turn(submit: Callable[[], Handle], turn: Path) -> Handle:
 
 
 def _wait_for_card(folder: Path, handle: Handle, clock: Clock) -> Handle | None:
-    """Return the handle that the launch's submitter wrote; None if there is none within PATIENCE_S."""
+    """Return the handle that the launch's submitter wrote; None if it writes none within PATIENCE_S."""
     until = clock.now() + PATIENCE_S
     while (card := slurm_job.submitted(folder, handle)) is None and clock.now() < until:
         clock.sleep(0.05)

@@ -109,7 +109,7 @@ def kill_tree(pid: int, started: int) -> None:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process; [] if there is no such process, or reading is not allowed."""
+    """Return the arguments of a process; [] if it has ended, or this user may not read them."""
     with suppress(OSError):
         if sys.platform.startswith("linux"):
             return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
