@@ -22,8 +22,9 @@ from executors.platforms.base import ExecutorError
 from executors.platforms.on_hf_jobs.executor import HFJobsExecutor
 from executors.platforms.places import Place
 from executors.preflight.quote import UsageError, ask_agreement, make_offer, slots_of, write_quote
-from executors.supervision.costs import Budget, Costs
+from executors.supervision.costs import Costs
 from executors.supervision.hosted import start_hosted
+from executors.supervision.money.budget import Budget
 from rendezvous.clock import SystemClock
 
 SECRETS = ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")

@@ -24,7 +24,8 @@ from executors.cli.starting.look_on import look_on
 from executors.platforms.base import ExecutorError
 from executors.platforms.places import Place
 from executors.preflight.quote import UsageError, make_offer, slots_of, write_quote
-from executors.supervision.costs import Budget, Costs
+from executors.supervision.costs import Costs
+from executors.supervision.money.budget import Budget
 from rendezvous.clock import SystemClock
 
 app = modal.App("diloco-door")  # this app only starts the run's own app, which outlives it

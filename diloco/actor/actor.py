@@ -54,7 +54,7 @@ from rendezvous.store import Readable, put_once
 from rendezvous.weights.follower import WeightsFollower
 
 if TYPE_CHECKING:
-    from inner.rollouts.acting import Sampler
+    from inner.rollouts.recording.acting import Sampler
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # seconds between two looks for an open place
 FLUSH_S = 10.0  # seconds between two checks whether the run is over, and between two log objects
@@ -102,7 +102,7 @@ class Actor:
 
     def _new_sampler(self, engine: str, scratch: Path) -> "Sampler":
         from inner import use_engine
-        from inner.rollouts.acting import Sampler
+        from inner.rollouts.recording.acting import Sampler
 
         if engine not in ("", "transformers"):
             use_engine(engine, self._loop.trainer, name=self._session.rv.slot, folder=scratch)
@@ -152,7 +152,7 @@ class Actor:
     def _fill(self, slot: str, number: int, ranks: int) -> None:
         """Sample for a place, and put the bundle.   number: generation · ranks + rank."""
         from diloco.replica.rollouts import BucketPlaces
-        from inner.rollouts.recorded import BundlePlace
+        from inner.rollouts.recording.recorded import BundlePlace
 
         clock, weights = self._session.clock, self._status.step
         began = clock.now()

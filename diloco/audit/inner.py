@@ -44,16 +44,15 @@ from diloco.process.ranks import forget_launcher
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
 from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
-from diloco.replica.rollouts import BucketPlaces
-from diloco.run.combinations import staleness_of
+from diloco.replica.rollouts import BucketPlaces, staleness_in
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
 from diloco.runlog.reader import read_report
 from diloco.runlog.sessions import versions_in
 from inner import build_inner
 from inner.errors import InnerError
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, Unfit, record_rollouts
+from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.recording.recorded import BundlePlace, Unfit, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
@@ -373,7 +372,7 @@ class _Recorded(BucketPlaces):
             slot=slot,
             by=generation,
             engine="transformers",
-            staleness=staleness_of(run.config),
+            staleness=staleness_in(run),
         )
         self._to = to
         self._refused = list[tuple[int, str, str, str]]()
@@ -396,7 +395,7 @@ class _Recorded(BucketPlaces):
         If the session's own bundle is a later attempt, the session refused the earlier attempts.
         """
         self._other_step = None
-        for self._anew in (True, False):
+        for self.anew in (True, False):
             self._refused.clear()
             if (found := super().find(place, unfit)) is not None:
                 return found
@@ -412,7 +411,7 @@ class _Recorded(BucketPlaces):
         if body == VOID:
             return None, "it is empty, or does not have the run's tag"
         record, payload = read_record(body)
-        if record.by == self._by and record.step != place.outer:
+        if record.by == self.by and record.step != place.outer:
             self._other_step = self._key(place), record.step, payload
         return super()._read(place, body, unfit)
 
@@ -423,7 +422,7 @@ class _Recorded(BucketPlaces):
 
     def _note(self, event: str, **fields: Any) -> None:
         if event == "rollouts_refused":
-            self._refused.append((fields["step"], fields["key"], self._slot, fields["text"]))
+            self._refused.append((fields["step"], fields["key"], self.slot, fields["text"]))
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
         """Count rollouts that were made again.   Note a record of this session that names another step."""
@@ -431,7 +430,7 @@ class _Recorded(BucketPlaces):
         key, step, payload = self._other_step or ("", 0, b"")
         if payload == made.pack():
             text = f"its record names outer step {step}, and it was sampled on step {place.outer}"
-            self._to.off.append((place.outer, key, self._slot, text))
+            self._to.off.append((place.outer, key, self.slot, text))
         return made
 
 

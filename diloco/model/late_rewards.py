@@ -29,8 +29,9 @@ from rendezvous import layout
 from rendezvous.clock import Clock
 from rendezvous.errors import BadKey, StoreRefused
 from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.judgements import LateReward
 from rendezvous.records.records import WireError, new_nonce
-from rendezvous.records.rollouts import LateReward, Rollouts, is_whole, read_record
+from rendezvous.records.rollouts import Rollouts, is_whole, read_record
 from rendezvous.store import PatientStore, Store, put_once
 
 PATIENCE_S = 20.0

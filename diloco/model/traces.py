@@ -17,6 +17,7 @@ replica and outer step), and a `kill -9` loses the replica's rollouts since its 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,35 +31,46 @@ from inner.masking import secrets_here
 from inner.rollouts.rollout_states import bundle_rollouts, bundle_tokens, rollout_states
 from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
+from rendezvous.records.judgements import LateReward
 from rendezvous.records.records import WireError
-from rendezvous.records.rollouts import LateReward
 from rendezvous.store import Store
 
 ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what messages of another shape raise
 
 
-def run_states(store: Store, run: str = "") -> list[TraceState]:
-    """Return the states of all rollouts that the run has kept, by replica and time.   run: nonce of run.json."""
+def run_states(store: Store, run: str = "", *, sampled: bool = False) -> Iterator[TraceState]:
+    """Yield the states of all rollouts that the run has kept, by replica and time.
+
+    run: nonce of run.json.   sampled: only those of the log's sample, in which each replica has masked its secrets."""
     logged = _state_keys(store)
-    listed = store.list(layout.ROLLOUTS)
+    listed = [] if sampled else store.list(layout.ROLLOUTS)
     if bundles := _bundles(listed):
         tools, late = _tools_in(store, logged), late_rewards(store, listed, run)
-        return [state for key in bundles for state in _bundle_states(store, key, run, tools, late.get(key, []))]
-    return [state for key in logged for state in _read_states(store, key)]
+        for key in bundles:
+            yield from _bundle_states(store, key, run, tools, late.get(key, []))
+        return
+    for key in logged:
+        yield from _read_states(store, key)
 
 
-def freeze(store: Store, to: Path, run: str = "") -> dict[str, int]:
-    """Write the states to `to` and return counts.   Raises ConfigError if there are none."""
-    if not _state_keys(store) and not _bundles(store.list(layout.ROLLOUTS)):
+def freeze(store: Store, to: Path, run: str = "", *, sampled: bool = False) -> dict[str, int]:
+    """Write the states to `to` and return counts.   sampled: as above.   Raises ConfigError if there are none."""
+    if not _state_keys(store) and (sampled or not _bundles(store.list(layout.ROLLOUTS))):
         raise ConfigError(
             'this run has logged no rollouts: it learns from text (loop = "supervised"), has fleet.log_rollouts = 0, '
             "or took no outer step yet. Set fleet.log_rollouts to 4 or so, or wait for its first outer step"
         )
-    states = run_states(store, run)
+    rollouts, counts = set[str](), Counter[str]()
+
+    def counted() -> Iterator[TraceState]:
+        for state in run_states(store, run, sampled=sampled):
+            rollouts.add(state["state_id"].rpartition(":")[0])
+            counts.update(states=1, errors=bool(state.get("error")))
+            yield state
+
     to.parent.mkdir(parents=True, exist_ok=True)
-    save_states(states, to)
-    rollouts = len({state["state_id"].rpartition(":")[0] for state in states})
-    return {"states": len(states), "rollouts": rollouts, "errors": sum(bool(state.get("error")) for state in states)}
+    save_states(counted(), to)
+    return {"states": counts["states"], "rollouts": len(rollouts), "errors": counts["errors"]}
 
 
 def _state_keys(store: Store) -> list[str]:

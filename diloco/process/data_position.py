@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from diloco.run.config import OuterConfig
 
 
-def read_offers(store: Readable, until: int, together: Together) -> dict[str, list[Listed]]:
-    """Return slot -> its offers in the commits before outer step `until`, in order."""
-    keys = [layout.commit_key(t) for t in range(until)]
+def read_offers(store: Readable, until: int, together: Together, since: int = 0) -> dict[str, list[Listed]]:
+    """Return slot -> its offers in the commits from outer step `since` to before `until`, in order."""
+    keys = [layout.commit_key(t) for t in range(since, until)]
     bodies = fetch_together(together, store.get, keys)
     found: dict[str, list[Listed]] = {}
     for commit in (decode_or_none(Commit, bodies[key] or b"") for key in keys):

@@ -34,20 +34,22 @@ from torch import nn
 
 from diloco.model.export import model_record, start_folder
 from diloco.outer.flat import trainable_parameters
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import is_truncated
+from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.recording.found import is_truncated
 from rendezvous import layout
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
+from rendezvous.records.judgements import LARGE, RolloutVerdict
 from rendezvous.records.records import decode_or_none, new_nonce
-from rendezvous.records.rollouts import LARGE, Rollouts, RolloutVerdict
+from rendezvous.records.rollouts import Rollouts
 from rendezvous.store import Store, put_once
 from rendezvous.weights.follower import FollowedWeights, WeightsFollower
 from rendezvous.weights.patch import bf16_bits
 
 if TYPE_CHECKING:
+    from diloco.process.session import Session
     from diloco.run.record import Run
-    from inner.rollouts.recorded import BundlePlace
+    from inner.rollouts.recording.recorded import BundlePlace
 
 MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
@@ -158,6 +160,15 @@ class RolloutDoor:
                 "and start it under another name"
             )
             self._emit("rollouts_doubted", step=place.outer, key=key, actor=record.actor, text=text)
+
+
+def door_of(run: "Run", session: "Session", loop: Any, store: Store) -> RolloutDoor:
+    """Return the door of a session's slot, which checks with the loop's model."""
+    check = ModelCheck(store, loop.trainer, loop.model, lambda: start_weights(run))
+    return RolloutDoor(
+        store, session.clock, session.emit, check, run=run.record.nonce, slot=session.rv.slot,
+        by=session.rv.generation, share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
+    )  # fmt: skip
 
 
 def _bounded(number: float) -> float:

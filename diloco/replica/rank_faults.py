@@ -10,7 +10,7 @@ from diloco.run.config import BUCKET, RunConfig
 
 def rank_fault(config: RunConfig, ranks: int) -> str:
     """Return why this run's replicas cannot have several ranks, or "".   ranks: number of ranks per replica."""
-    inner, outer, fleet = config.inner, config.outer, config.fleet
+    inner, outer = config.inner, config.outer
     policy = inner.objective_settings
     reasons = {
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
@@ -42,9 +42,6 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
             config.eval is not None and (outer.fragments > 1 or outer.fragment_sync_delay > 0)
         ),
         "inner.lora.base was tested in one process only": inner.lora is not None and inner.lora.base is not None,
-        "fleet.record_rollouts (and so actors) needs a whole model, and without [inner.lora] it is in shards": (
-            fleet.record_rollouts and inner.lora is None
-        ),
     }
     found = next((text for text, holds in reasons.items() if holds), "")
     return found and (

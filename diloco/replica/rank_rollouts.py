@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, Unfit
+from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.recording.recorded import BundlePlace, Unfit
 
 if TYPE_CHECKING:
     from diloco.outer.ranks.group import Group
@@ -45,7 +45,7 @@ Act = Callable[[int, Unfit], "Bundle | None"]
 
 
 class LeadingPlaces:
-    """Rank 0's Places (inner/rollouts/recorded.py).   places: the ranks' stores, in the ranks' order."""
+    """Rank 0's Places (inner/rollouts/recording/recorded.py).   places: the ranks' stores, in the ranks' order."""
 
     def __init__(self, group: "Group", places: "Sequence[BucketPlaces]") -> None:
         self._group = group

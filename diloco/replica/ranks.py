@@ -257,9 +257,10 @@ def _follow_training(group: "Group", job: Job) -> None:
     loop.place()
     if config.fleet.record_rollouts:
         from diloco.replica.rank_rollouts import FollowingPlaces
-        from inner.rollouts.recorded import record_rollouts
+        from inner.rollouts.recording.recorded import can_record, record_rollouts
 
-        record_rollouts(loop.trainer, FollowingPlaces(group))
+        if can_record(loop.trainer, in_shards=config.inner.lora is None):
+            record_rollouts(loop.trainer, FollowingPlaces(group))
     loop.report_to(FollowingHost())
     manager = Led(group)
     manager.stats = loop.pop_metrics

@@ -15,41 +15,40 @@ predecessors ended without counted work ignores the bundles of others, and draws
 
 If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.
 
-With a limit (fleet.keep), a slot's bundles are deleted when θ of their steps cannot be computed any more, since then
-no audit can use them.  A bundle that a suspended process writes after that is of an old step, so no session uses it.
+With a limit (fleet.keep), old bundles are deleted (old_bundles.py).
 
 Not promised: that two machines compute the same weights inside a round; so a round's later generations may differ.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.process.data_position import read_offers, uncounted_sessions
-from diloco.run.combinations import staleness_of
 from diloco.run.sections import keep_bytes
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
+from inner.rollouts.recording.bundle import Bundle, TooFar
+from inner.rollouts.recording.recorded import BundlePlace, Unfit, can_record, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import first_open_step
-from rendezvous.background import Background, Emit, Worker, seen_words, submit_reported, together_on
+from rendezvous.background import AT_ONCE, Emit, Worker, seen_words, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
-from rendezvous.keeping.reach import read_reach
 from rendezvous.records.digests import digest, required_digest_kind
-from rendezvous.records.records import WireError, new_nonce
-from rendezvous.records.rollouts import Rollouts, is_whole, read_record, seal_bundle
-from rendezvous.store import VOID, PatientStore, Store, put_once
+from rendezvous.records.records import Listed, WireError, new_nonce
+from rendezvous.records.rollouts import Rollouts, seal_bundle
+from rendezvous.store import PatientStore, Store, put_once
 
 if TYPE_CHECKING:
     from diloco.outer.ranks.group import Group
     from diloco.process.session import Session
     from diloco.replica.door import RolloutDoor
+    from diloco.replica.old_bundles import OldBundles
     from diloco.run.record import Run
     from inner import InnerLoop
 
 PATIENCE_S = 30.0
+KEPT = 8  # first outer steps whose bundles are not deleted before others
 UNLUCKY = 2  # sessions of a slot without counted work, after which the next one makes its own rollouts
 
 
@@ -59,13 +58,13 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     Return a function to call after the training: it logs the counts of the last outer step's bundles.
     """
     trainer: Any = getattr(loop, "trainer", None)
-    if trainer is None:
+    group: Group | None = getattr(loop, "group", None)  # the replica's ranks (ranks.py)
+    if trainer is None or not can_record(trainer, in_shards=group is not None and run.config.inner.lora is None):
         return lambda: None
     bucket = session.rv.store.store  # without retries: the session's own store waits out a full disk
     engine = "vllm" if trainer.use_vllm else "transformers"
-    ahead = staleness_of(run.config)
+    ahead = staleness_in(run)
     anew = makes_anew(run, session.rv.slot, session.rv.generation)
-    group: Group | None = getattr(loop, "group", None)  # the replica's ranks (ranks.py)
     each = [
         BucketPlaces(
             bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
@@ -73,23 +72,14 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
         )
         for _ in range(group.count if group else 1)
     ]  # fmt: skip
-    if share := run.config.fleet.check_rollouts:
-        from diloco.replica.door import ModelCheck, RolloutDoor, start_weights
+    note = _deletion(run, session, bucket)
+    door = None
+    if ahead >= 0 and run.config.fleet.check_rollouts:
+        from diloco.replica.door import door_of
 
-        check = ModelCheck(each[0].store, trainer, loop.model, lambda: start_weights(run))
-        door = RolloutDoor(
-            each[0].store, session.clock, session.emit, check,
-            run=run.record.nonce, slot=session.rv.slot, by=session.rv.generation, share=share,
-            parent=run.record.parent.outer_steps,
-        )  # fmt: skip
-        for places in each:
-            places.door = door
-    if keep_bytes(run.config.fleet.keep) is not None:
-        note = OldBundles(
-            bucket, session.rv.slot, Worker(session.emit), session.emit, ahead, parent=run.record.parent.outer_steps
-        ).note  # fmt: skip
-        for places in each:
-            places.after_put = note
+        door = door_of(run, session, loop, each[0].store)
+    for places in each:
+        places.door, places.after_put = door, note
     if group is None:
         record_rollouts(trainer, each[0])
         return each[0].tell
@@ -100,53 +90,48 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     return leading.tell
 
 
+def staleness_in(run: "Run") -> int:
+    """Return how many outer steps old an actor's weights may be; -1: a run without broadcast weights has no actors."""
+    if not run.config.fleet.broadcast_weights:
+        return -1
+    from diloco.run.combinations import staleness_of
+
+    return staleness_of(run.config)
+
+
+def _deletion(run: "Run", session: "Session", bucket: Store) -> "Callable[[BundlePlace], None]":
+    """Return a function that is told each place with a bundle, and deletes old bundles if the run has a limit."""
+    before, ahead = run.record.parent.outer_steps, max(0, staleness_in(run))
+
+    @cache
+    def old() -> "OldBundles":
+        from diloco.replica.old_bundles import OldBundles
+
+        return OldBundles(bucket, session.rv.slot, Worker(session.emit), session.emit, ahead, parent=before)
+
+    def note(place: BundlePlace) -> None:
+        if place.outer >= before + KEPT:
+            old().note(place)
+
+    return note if keep_bytes(run.config.fleet.keep) is not None else lambda place: None
+
+
 def makes_anew(run: "Run", slot: str, generation: int) -> bool:
     """Whether this session ignores bundles of others: the UNLUCKY sessions before it ended without counted work."""
     if generation <= UNLUCKY:
         return False
-    offers = read_offers(run.store, first_open_step(run.store), together_on(run.store))
-    return uncounted_sessions(offers.get(slot, ()), generation) >= UNLUCKY
+    from diloco.process.data_position import read_offers, uncounted_sessions
 
-
-class OldBundles:
-    """The bundles of one slot, with their outer steps.   store: without retries; a failed deletion is tried again.
-
-    background: runs the deletions.   emit: called for failures.   ahead: outer steps by which actors sample ahead.
-    parent: outer steps of the run that this run continues; the numbers of places begin after them.
-    """
-
-    def __init__(
-        self, store: Store, slot: str, background: Background, emit: Emit, ahead: int = 0, parent: int = 0
-    ) -> None:  # fmt: skip
-        self._store = store
-        self._prefix = f"{layout.ROLLOUTS}{slot}/"
-        self._background = background
-        self._emit = emit
-        self._ahead, self._parent = ahead, parent
-        self._steps: dict[str, int] = {}  # prefix of a generation's keys -> its outer step
-        self._began = self._newest = -1
-
-    def note(self, place: BundlePlace) -> None:
-        """Note that this place has a bundle; at a new outer step, delete those that no audit can use."""
-        self._steps[f"{self._prefix}{place.generation:010d}/"] = place.outer
-        if place.outer > self._newest:
-            self._newest = place.outer
-            submit_reported(self._background, self._sweep, self._emit)
-
-    def _sweep(self) -> None:
-        """Delete the bundles of steps whose θ cannot be computed any more."""
-        if self._began < 0:
-            self._began = self._newest
-            others = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)} - set(self._steps)
-            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # bundles of other slots
-        since = self._parent + read_reach(self._store).since
-        for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
-            self._store.delete(self._store.list(prefix))
-            del self._steps[prefix]
+    offers = list[Listed]()  # of the slot, in the newest commits that have some
+    end = first_open_step(run.store)
+    while end and not offers:
+        began, end = end, max(0, end - AT_ONCE)
+        offers = read_offers(run.store, began, together_on(run.store), since=end).get(slot, [])
+    return uncounted_sessions(offers, generation) >= UNLUCKY
 
 
 class BucketPlaces:
-    """The Places (inner/rollouts/recorded.py) of one slot.
+    """The Places (inner/rollouts/recording/recorded.py) of one slot.
 
     emit: called for bundles that cannot be used.   by: generation of the session, 0 for an actor.
     staleness: outer steps by which an actor's bundle may be older.   anew: whether to ignore bundles of other sessions.
@@ -161,16 +146,16 @@ class BucketPlaces:
         self.store = PatientStore(store, clock, PATIENCE_S, waits_on_refusal=False)
         self._clock = clock
         self._emit = emit
-        self._run = run
-        self._slot = slot
-        self._by = by
+        self.run = run
+        self.slot = slot
+        self.by = by
         self._engine = engine
-        self._staleness = staleness
+        self.staleness = staleness
         self._actor = actor
-        self._anew = anew
-        self._kind = required_digest_kind(store)
+        self.anew = anew
+        self.kind = required_digest_kind(store)
         self._attempt = 0  # the first free attempt in the newest place
-        self._outer, self._found, self._expired = -1, 0, 0  # outer step of the newest place; two counts of this step
+        self._outer, self._found, self.expired = -1, 0, 0  # outer step of the newest place; two counts of this step
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
@@ -193,13 +178,13 @@ class BucketPlaces:
     def pass_over(self, found: Bundle) -> None:
         """Count the bundle that `find` returned as not trained on, because another rank has no such bundle."""
         self._found -= 1
-        self._expired += found.logprobs is not None
+        self.expired += found.logprobs is not None
 
     def tell(self) -> None:
         """Log how many bundles the newest outer step found, and how many actors' bundles were too old or too far."""
-        if self._found or self._expired:
-            self._emit("rollouts_found", step=self._outer, bundles=self._found, expired=self._expired)
-            self._found = self._expired = 0
+        if self._found or self.expired:
+            self._emit("rollouts_found", step=self._outer, bundles=self._found, expired=self.expired)
+            self._found = self.expired = 0
 
     def _look(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         self._attempt = 0
@@ -246,9 +231,9 @@ class BucketPlaces:
         """Return the bytes of a bundle's object."""
         payload = made.pack()
         record = Rollouts(
-            run=self._run, slot=self._slot, place=(place.generation, place.bundle), step=place.outer, by=self._by,
+            run=self.run, slot=self.slot, place=(place.generation, place.bundle), step=place.outer, by=self.by,
             engine=self._engine, threads=torch.get_num_threads(), rollouts=len(made.ids),
-            tokens=sum(map(len, made.ids)), digest=digest(payload, self._kind), nonce=new_nonce(),
+            tokens=sum(map(len, made.ids)), digest=digest(payload, self.kind), nonce=new_nonce(),
             actor=self._actor,
         )  # fmt: skip
         return seal_bundle(payload, record)
@@ -262,7 +247,7 @@ class BucketPlaces:
             return put_once(self.store, self._clock, key, body)[1]
 
     def _key(self, place: BundlePlace) -> str:
-        return layout.bundle_key(self._slot, place.generation, place.bundle, self._attempt)
+        return layout.bundle_key(self.slot, place.generation, place.bundle, self._attempt)
 
     def _usable(self, place: BundlePlace, body: bytes, unfit: Unfit) -> Bundle | None:
         """Return the object's bundle.   None: it is of another outer step, or cannot be used, which is reported."""
@@ -271,35 +256,13 @@ class BucketPlaces:
         except (WireError, ValueError) as error:
             bundle, why = None, str(error)
         if isinstance(why, TooFar):
-            self._expired += 1
+            self.expired += 1
         elif why:
             self._emit("rollouts_refused", step=place.outer, key=self._key(place), text=why)
         return None if why else bundle
 
     def _read(self, place: BundlePlace, body: bytes, unfit: Unfit) -> tuple[Bundle | None, str]:
         """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step."""
-        if body == VOID:
-            return None, ""  # the store has reported the error
-        record, payload = read_record(body)
-        if (record.run, record.slot, tuple(record.place)) != (self._run, self._slot, place[1:]):
-            return None, f"they are of {record.slot}, generation {record.place[0]}, in run {record.run}"
-        if self._anew and record.by != self._by:
-            return None, ""
-        age = place.outer - record.step
-        if not 0 <= age <= (self._staleness if record.actor else 0) or (record.actor and self.own_only):
-            self._expired += bool(record.actor)
-            return None, ""
-        if not is_whole(record, payload, self._kind):
-            return None, "their bytes have another digest than their record names"
-        bundle = Bundle.unpack(bytes(payload))
-        counts = len(bundle.ids), sum(map(len, bundle.ids))
-        if counts != (record.rollouts, record.tokens):
-            told = f"{record.rollouts} of {record.tokens} by their record"
-            return None, f"they are {counts[0]} rollouts of {counts[1]} tokens, and {told}"
-        if record.actor and bundle.logprobs is None:
-            return None, f"the actor {record.actor} left out their log-probs"
-        why = unfit(bundle)
-        may_lie = record.actor and (not why or isinstance(why, TooFar))  # rollouts of wrong weights are also too far
-        if may_lie and self.door and not self.door.lets_in(place, self._key(place), record, bundle):
-            return None, ""  # the door has reported its doubts
-        return bundle, why
+        from diloco.replica.found_rollouts import read_found
+
+        return read_found(self, place, self._key(place), body, unfit)

@@ -38,7 +38,7 @@ HOST = 20
 BROADCAST = 3.5  # θ in bf16, and at most the copy that is being written
 STATES = 4  # weights, gradients, two moments
 DTYPE = {"float32": 4, "bfloat16": 2}
-TOKEN = 9  # bytes of a recorded token with its mask and log-prob (inner/rollouts/bundle.py)
+TOKEN = 9  # bytes of a recorded token with its mask and log-prob (inner/rollouts/recording/bundle.py)
 NF4 = 0.516  # bytes per parameter of a linear layer: 4 bits, .127 bits of scales (inner/extras/nf4.py)
 ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 

@@ -24,7 +24,6 @@ from diloco.process.session import Session, process_fields
 from diloco.run.config import OuterError
 from diloco.run.founding import TRAINED, found_run, is_finished, refuse_another, refuse_headless
 from diloco.run.record import RunRecord, current_url, decode_run, with_script
-from diloco.run.script import Script
 from rendezvous import layout
 from rendezvous.agreement.membership import newest_claim, read_control, read_leave, write_control
 from rendezvous.clock import Clock, SystemClock
@@ -198,7 +197,7 @@ def agree_on_run(
     if (body := store.get(layout.RUN)) is None:  # claims and control records come before run.json here
         refuse_headless(store, TRAINED)
     launched = decode_run(store.url, body) if body is not None else None
-    is_script = launched is not None and Script.of(launched.config) is not None
+    is_script = launched is not None and "script" in launched.config
     _, stands, mine = found_run(store, clock, mine, choose, layout.SCRIPT if is_script else layout.RUN)
     refuse_another(store.url, _without_dtypes(stands), _without_dtypes(mine))
     return with_script(launched, store) if launched is not None and is_script else stands

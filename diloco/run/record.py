@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from diloco.run.config import ConfigError, FleetConfig, RunConfig, cut_fragments, without_settings
-from diloco.run.script import Script, ScriptConfig
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES
 from rendezvous import layout
 from rendezvous.agreement.rules import Timing
@@ -198,8 +197,10 @@ class Run:
 
     def _stored_config(self) -> RunConfig:
         raw = {k: v for k, v in self.record.config.items() if k != "overrides"}  # the tables already contain them
-        if (script := Script.of(raw)) is not None:
-            return ScriptConfig.stored(raw, script)
+        if "script" in raw:
+            from diloco.run.script import stored_config
+
+            return stored_config(raw)
         if "inner" not in raw:
             raise ConfigError(
                 f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
@@ -244,7 +245,7 @@ def read_run(url: str) -> Run:
 
 def with_script(record: RunRecord, answers: Readable) -> RunRecord:
     """Return run.json with the outer settings of a launched script, once a replica has written them."""
-    if Script.of(record.config) is None or (body := answers.get(layout.SCRIPT)) is None:
+    if "script" not in record.config or (body := answers.get(layout.SCRIPT)) is None:
         return record
     agreed = RunRecord.decode(body)
     config = {**record.config, "outer": agreed.config["outer"]}

@@ -36,11 +36,8 @@ class Script:
     fresh: bool = False
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Script | None":
-        """Return the script of run.json's config; None for a run that `diloco train` founded."""
-        raw = config.get("script")
-        if not isinstance(raw, Mapping):
-            return None
+    def of(cls, raw: Mapping[str, Any]) -> "Script":
+        """Return the script.   raw: the table of run.json's config."""
         arguments, packages = (tuple(raw.get(name, ())) for name in ("arguments", "packages"))
         is_module, fresh = (bool(raw.get(name)) for name in ("is_module", "fresh"))
         return cls(str(raw["path"]), arguments, is_module, packages, fresh=fresh)
@@ -77,10 +74,10 @@ class ScriptConfig(RunConfig):
     def user_files(self) -> dict[str, Path]:
         return {FILES + name: path for name, path in self.files.items()}
 
-    @classmethod
-    def stored(cls, raw: Mapping[str, Any], script: Script) -> "ScriptConfig":
-        """Return the config.   raw: run.json's config, with script.json's outer settings if there is such a file."""
-        known = {f.name for f in fields(OuterConfig)}
-        outer = {k: v for k, v in raw["outer"].items() if k in known and (k, v) != ("sync_seconds", 0)}
-        fleet = {k: v for k, v in raw["fleet"].items() if v is not None}
-        return cls(name=raw["name"], outer=OuterConfig.of(outer), fleet=FleetConfig.from_dict(fleet), own_script=script)
+
+def stored_config(raw: Mapping[str, Any]) -> ScriptConfig:
+    """Return the config.   raw: run.json's config, with script.json's outer settings if there is such a file."""
+    known = {f.name for f in fields(OuterConfig)}
+    outer = OuterConfig.of({k: v for k, v in raw["outer"].items() if k in known and (k, v) != ("sync_seconds", 0)})
+    fleet = FleetConfig.from_dict({k: v for k, v in raw["fleet"].items() if v is not None})
+    return ScriptConfig(name=raw["name"], outer=outer, fleet=fleet, own_script=Script.of(raw["script"]))

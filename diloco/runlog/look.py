@@ -5,7 +5,7 @@
     …         commits, newest logs
 
     A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
-    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (opening.py).
+    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (cached_look.py).
 
 How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
@@ -22,7 +22,7 @@ only an edit of the bucket makes. A reader that reads from the first record on f
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.runlog.scope import WHOLE, Focus, Scope
@@ -33,7 +33,7 @@ from rendezvous.layout import SUPERVISOR
 from rendezvous.stores.ahead import Ahead
 
 if TYPE_CHECKING:
-    from rendezvous.stores.cache import Cache
+    pass
 
 FIRST_SLOTS = 4  # slots whose claims and heartbeats are requested before the number of slots is known
 CONTROLS = 8  # requested at once
@@ -159,10 +159,10 @@ def take_look(ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE
 
     If control records were lost, the remaining ones are shown.
     """
-    return _Look(ahead, scope, known, focus).run()
+    return Look(ahead, scope, known, focus).run()
 
 
-class _Look:
+class Look:
     def __init__(self, ahead: Ahead, scope: Scope, known: ReadSoFar, focus: Focus = WHOLE) -> None:
         self._ahead = ahead
         self._scope = scope
@@ -293,49 +293,3 @@ class _Look:
         self.found.commits = count
         if self._scope.commits:
             self._rounds.want([layout.commit_key(t) for t in range(self._known.read, count)])
-
-
-# -------------------------------------------------------------------- the cache
-
-
-def likely_keys(ahead: Ahead, cache: "Cache | None", scope: Scope) -> list[str]:
-    """Return the keys that `first_look` requests in round 1, if `cache` is of this run.  Sends no request."""
-    known = ReadSoFar() if cache is None else known_from_cache(cache)
-    if cache is None or known.commits == 0:
-        return _Look(ahead, scope, ReadSoFar()).first_keys
-    newest = layout.commit_key(known.commits - 1)  # read again, to compare it with the cache
-    keys = _Look(ahead, scope, replace(known, commits=known.commits - 1)).first_keys
-    return [key for key in keys if key == newest or cache.get(key) is None]
-
-
-def first_look(ahead: Ahead, scope: Scope) -> Found:
-    """Take a reader's first look; use the cache if it is of this run."""
-    cache = ahead.cache
-    known = ReadSoFar() if cache is None else known_from_cache(cache)
-    if cache is None or known.commits == 0:
-        return take_look(ahead, scope, known)
-    newest = layout.commit_key(known.commits - 1)
-    body = cache.take(newest)
-    found = take_look(ahead, scope, replace(known, commits=known.commits - 1))
-    if body is not None and ahead.get(newest) == body:
-        cache.put_back(newest, body)
-        return found
-    cache.clear()
-    ahead.forget()
-    return take_look(ahead, scope, ReadSoFar())
-
-
-def known_from_cache(cache: "Cache") -> ReadSoFar:
-    """Return the cached run's extent; empty without a cached commit, the only proof that the cache is of this run."""
-    commits = max((layout.commit_step(key) for key in cache.keys("commit")), default=-1) + 1
-    if commits == 0:
-        return ReadSoFar()
-    claims = dict[str, int]()
-    logs = dict[Owner, int]()
-    for key in cache.keys("claim"):
-        slot, generation = layout.claim_owner(key)
-        claims[slot] = max(generation, claims.get(slot, 0))
-    for key in cache.keys("log"):
-        if owner := layout.log_owner(key):
-            logs[owner] = max(layout.log_number(key) + 1, logs.get(owner, 0))
-    return ReadSoFar(commits=commits, claims=claims, logs=logs)

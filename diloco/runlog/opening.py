@@ -12,7 +12,7 @@ Not promised: that the run does not change between these answers and the look th
 from dataclasses import dataclass, field
 
 from diloco.run.record import OPENING, Run, decode_run, leads_on, open_under_seal, url_below, with_script
-from diloco.runlog.look import likely_keys
+from diloco.runlog.cached_look import likely_keys
 from diloco.runlog.scope import Scope
 from rendezvous import layout
 from rendezvous.store import Store

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco.process.journal import Log, read_log
 from diloco.run.record import RunRecord, with_script
-from diloco.runlog.look import SUPERVISOR, Found, Owner, ReadSoFar, first_look, take_look
+from diloco.runlog.look import SUPERVISOR, Found, Owner, ReadSoFar, take_look
 from diloco.runlog.scope import EVERYTHING, WHOLE, Focus, Scope
 from diloco.runlog.sessions import SessionSummary, apply_event, restarted_by
 from diloco.runlog.steps import Counted, Decision, Step, apply_step_events, kept_commit, read_commit
@@ -187,8 +187,10 @@ class Reader:
         if not self._first:
             self.ahead.forget()
         self._focus = WHOLE if self._first else focus
-        if self._first:
-            found = first_look(self.ahead, self._scope)
+        if self._first and (cache := self.ahead.cache) is not None:
+            from diloco.runlog.cached_look import look_with_cache
+
+            found = look_with_cache(self.ahead, cache, self._scope)
         else:
             ended = frozenset(name for name, session in self._sessions.items() if session.how != "running")
             known = replace(self._extent, read=len(self._steps), ended=ended)

@@ -28,7 +28,7 @@ from diloco.outer.optimizer import nesterov
 from inner import InnerLoop
 from rendezvous.agreement.rules import Rules, with_weights
 from rendezvous.layout import slot_name
-from rendezvous.means.reduce import total_weight
+from rendezvous.means.bodies import total_weight
 from rendezvous.means.sums import accumulate, divide_by_weight
 from rendezvous.records.records import Listed
 

@@ -13,8 +13,8 @@
     -sequence      each rollout's × Π π_now / π_sampled; 0 if over 3       TRL's "sequence_mask"; TRL's default
     -guard         the replica samples itself in place of rollouts beyond .2 nats per token, as in the product
 
-Without -guard, the guard against distant policies (inner/rollouts/drift.py) is off.  Random numbers of the sampler
-depend on the seed and t alone, so arms of one seed differ in weights only.
+Without -guard, the guard against distant policies (inner/rollouts/recording/drift.py) is off.  Random numbers of the
+sampler depend on the seed and t alone, so arms of one seed differ in weights only.
 
 Not promised: bundles that come late or not at all; language models; engines whose log-probs are rounded otherwise.
 """
@@ -39,10 +39,10 @@ from worlds import WORLDS, World, mean_reward
 from diloco import OuterConfig
 from inner import InnerConfig, InnerLoop, ToolWorld
 from inner.data.order import Share
-from inner.rollouts.acting import Sampler
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.drift import FARTHEST, drift_of
-from inner.rollouts.recorded import BundlePlace, TooFar, Unfit, record_rollouts
+from inner.rollouts.recording.acting import Sampler
+from inner.rollouts.recording.bundle import Bundle, TooFar
+from inner.rollouts.recording.drift import FARTHEST, drift_of
+from inner.rollouts.recording.recorded import BundlePlace, Unfit, record_rollouts
 from inner.settings.task import ToolworldSettings
 from rendezvous.agreement.rules import Rules
 

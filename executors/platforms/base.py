@@ -28,6 +28,7 @@ from rendezvous.records.schema import Longest, Where, Within
 
 RANK_ENV = "REPLICA_RANK"
 REPLICA = "diloco.replica:main"
+LAUNCH = "launch"  # in place of a platform's name, in an outage of launches
 LEASE_S = 1800.0  # seconds after which replicas of a run without a supervisor end, so that they are not billed longer
 
 

@@ -57,7 +57,7 @@ def place_faults(
     several = len({place.executor for place in places}) > 1
     for place in places:
         found = (
-            devices_fault(config, place), launcher_fault(place, environ), proc_fault(place), image_fault(place),
+            devices_fault(config, place, places), launcher_fault(place, environ), proc_fault(place), image_fault(place),
             vllm_missing(config, place), few_bits(config, place), liger_missing(config, place),
             task_fault(config, place),
             keys_missing(url, place, environ, several=several), plain_secret(place), options_fault(place),
@@ -91,12 +91,13 @@ def notes_about(
         yield from notes_about_memory(config, places)
 
 
-def devices_fault(config: RunConfig, place: Place) -> str:
+def devices_fault(config: RunConfig, place: Place, places: Sequence[Place]) -> str:
     if not place.gpu and place.devices == 1:
         return ""
     from executors.preflight.needs.gpu_faults import idle_devices, ranks_fault, unequal_devices
 
-    return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place)
+    has_actors = any(one.actors for one in places)
+    return unequal_devices(place) or idle_devices(place) or ranks_fault(config, place, has_actors=has_actors)
 
 
 def launcher_fault(place: Place, environ: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ Not promised: the bill; prices are the platform's own list.
 """
 
 from diloco.units import dollars
-from executors.supervision.costs import Budget
+from executors.supervision.money.budget import Budget
 
 
 def price_words(usd_per_hour: float | None, spent_usd: float, budget: Budget, running: float = 0.0) -> str:

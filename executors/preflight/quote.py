@@ -18,22 +18,24 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TextIO, TypeGuard
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
 from diloco.run.config import RunConfig
-from diloco.run.founding import refuse_fewer_steps
-from diloco.run.record import Run, read_run
+from diloco.run.record import read_run
 from executors.platforms import FAR
 from executors.platforms.base import ExecutorError, LaunchPlan, ReplicaSpec
 from executors.platforms.places import Place, are_places, build_executor, place_of, places_of
 from executors.preflight.run_url import UsageError
-from executors.supervision.costs import Budget, Costs, launch_refusal
+from executors.supervision.money.budget import Budget
 from executors.supervision.notices import VARIABLE
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock
 from rendezvous.store import Store
 from rendezvous.stores.open import folder_of, open_store
+
+if TYPE_CHECKING:
+    from executors.supervision.costs import Costs
 
 # -------------------------------------------------------------------- the request
 
@@ -162,12 +164,14 @@ def budget_from(request: BudgetRequest, wanted: Wanted) -> Budget:
 
 @dataclass(frozen=True)
 class Quote:
-    """The effects and the price of a start.   running: US dollars per hour of processes that run already."""
+    """The effects and the price of a start.
+
+    spent: US dollars so far.   running: US dollars per hour of processes that run already."""
 
     places: tuple[Place, ...]
     plan: LaunchPlan
     budget: Budget
-    spent: Costs
+    spent: float = 0.0
     actors: int = 0
     running: float = 0.0
 
@@ -180,18 +184,20 @@ class Quote:
             return [*self.plan.lines]
         from executors.preflight.price_words import price_words
 
-        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent.usd, self.budget, self.running)]
+        return [*self.plan.lines, price_words(self.plan.usd_per_hour, self.spent, self.budget, self.running)]
 
     def to_dict(self) -> dict[str, Any]:
-        price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent.usd}
+        price = {"usd_per_hour": self.plan.usd_per_hour, "usd_spent": self.spent}
         limit = {"max_usd": self.budget.max_usd, "max_hours": self.budget.max_hours}
         return {"plan": list(self.plan.lines), **price, **limit}
 
 
 def quote_start(
-    asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, spent: Costs | None = None
+    asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, *, is_new: bool = False
 ) -> Quote:
-    """Return the quote of a start.   replicas: if the request has no number.   wanted, spent: None: read them."""
+    """Return the quote of a start.   replicas: if the request has no number.   wanted: None: read it.
+
+    is_new: whether the run has had no costs; else read them."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):
@@ -200,7 +206,7 @@ def quote_start(
         take_alert(asked.alert, places, detach=asked.detach, environ=os.environ)
     actors = actors_in(asked.places, wanted)
     names = [*slots_of(asked.fleet.replicas or replicas), *map(layout.actor_name, range(actors))]
-    spent = spent_so_far(asked.url) if spent is None else spent
+    spent = None if is_new else spent_so_far(asked.url)
     budget = budget_from(asked.budget, wanted)
     if config.inner.sampling.boxes is not None:
         from executors.preflight.needs.box_faults import refuse_unpriced
@@ -209,10 +215,10 @@ def quote_start(
     return replace(make_offer(asked.url, places, names, budget, spent), actors=actors)
 
 
-def spent_so_far(url: str) -> Costs:
-    """Return the costs of the run at `url` so far; no costs if there is no run."""
+def spent_so_far(url: str) -> "Costs | None":
+    """Return the costs of the run at `url` so far; None if there is no run."""
     if open_store(url).get(layout.RUN) is None:
-        return Costs()
+        return None
     from diloco.runlog.reader import read_report
     from diloco.runlog.scope import COSTS
     from executors.supervision.money.bills import costs
@@ -222,8 +228,8 @@ def spent_so_far(url: str) -> Costs:
     return costs(read_report(run.store, COSTS, cache_of(run.store, run.record.nonce)), time.time())
 
 
-def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: Costs) -> Quote:
-    """Make the quote.  Raise UsageError or ExecutorError if the start is impossible or above the budget."""
+def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: Budget, spent: "Costs | None") -> Quote:
+    """Make the quote.   Raise UsageError or ExecutorError if the start is impossible or above the budget."""
     check_reach(url, places)
     if budget.limited and not all(p.lease for p in places):
         raise UsageError(
@@ -237,13 +243,16 @@ def make_offer(url: str, places: Sequence[Place], slots: Sequence[str], budget: 
         executor.close()
     if plan.refused:
         raise ExecutorError(plan.refused[0])
-    if plan.usd_per_hour != 0 and (why := launch_refusal(budget, spent, [plan.usd_per_hour])):
-        raise UsageError(why)
+    if plan.usd_per_hour != 0:
+        from executors.supervision.costs import Costs, launch_refusal
+
+        if why := launch_refusal(budget, spent or Costs(), [plan.usd_per_hour]):
+            raise UsageError(why)
     if any(p.executor in FAR for p in places):
         from executors.preflight.needs.task_packages import pip_versions, unknown_packages
 
         plan = replace(plan, lines=[*plan.lines, *unknown_packages(places, pip_versions)])
-    return Quote(tuple(places), plan, budget, spent)
+    return Quote(tuple(places), plan, budget, spent.usd if spent else 0.0)
 
 
 def spec_for(url: str, place: Place, slot: str) -> ReplicaSpec:
@@ -289,15 +298,3 @@ def write_quote(store: Store, clock: Clock, found: Quote) -> None:
     actors = {} if wanted.actors == found.actors else {"actors": found.actors}
     if budget or places or actors:
         write_control(store, clock, **budget, **places, **actors)
-
-
-def write_desired(run: Run, clock: Clock, **changed: int) -> None:
-    """Write this desired state, and let the fleet continue: stopped and drained slots start again."""
-    wanted = read_control(run.store)
-    fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
-    replace(run.config.fleet, **{k: v for k, v in fleet.items() if v})  # checks the values together
-    news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
-    if "steps" in news:
-        refuse_fewer_steps(run.store, changed["steps"])
-    if news or wanted.stop or wanted.drains:
-        write_control(run.store, clock, **news, resume=wanted.stop or bool(wanted.drains))

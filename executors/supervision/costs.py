@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from diloco.units import dollars
 from executors.platforms.base import LEASE_S, Plain
-from rendezvous.agreement.membership import Wanted
+from executors.supervision.money.budget import Budget
 
 END_S = 60.0  # from "leave now" until no replica runs: a last offer, the leave record, a kill if necessary
 BOOT_S = 300.0  # from a launch to the first inner step: a machine, the image, θ
@@ -88,23 +88,6 @@ class Costs:
 
 
 # -------------------------------------------------------------------- what it may cost
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The limits of a run's costs; 0: no limit."""
-
-    max_usd: float = 0.0
-    max_hours: float = 0.0
-    allow_unknown_price: bool = False
-
-    @classmethod
-    def of(cls, wanted: Wanted) -> "Budget":
-        return cls(wanted.max_usd, wanted.max_hours, wanted.allow_unknown_price)
-
-    @property
-    def limited(self) -> bool:
-        return self.max_usd > 0 or self.max_hours > 0
 
 
 def launch_refusal(budget: Budget, spent: Costs, prices: Sequence[float | None]) -> str:

@@ -22,7 +22,7 @@ from diloco.runlog.reader import SUPERVISOR
 from executors.platforms import container
 from executors.platforms.base import ExecutorError, FleetExecutor, Handle, ReplicaSpec
 from executors.platforms.places import Place, make_executor, places_of
-from executors.supervision.lease import supervisor_of
+from executors.supervision.holder import supervisor_of
 from executors.supervision.slots.slot_state import LOST_LEASE
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import RendezvousError, StoreRefused

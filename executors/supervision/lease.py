@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from diloco.process import processes
-from diloco.process.processes import host_name, host_words, mark_run, works_for
+from diloco.process.processes import host_name, host_words, mark_run
 from diloco.runlog.reader import SUPERVISOR
 from rendezvous import layout
-from rendezvous.agreement.membership import REQUESTS, claim, claims_above, newest_claim, read_beat
+from rendezvous.agreement.membership import claim, claims_above, newest_claim
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, StoreError, StoreRefused
-from rendezvous.machine import machine_name
-from rendezvous.records.records import Beat, Claim
-from rendezvous.store import Readable, Store
+from rendezvous.records.records import Beat
+from rendezvous.store import Store
 
 FRESH_S = 10.0  # a live supervisor may be silent for some seconds while it imports heavy modules
 BEAT_S = 2.0  # seconds between heartbeats during a slow call to a platform
@@ -47,8 +46,11 @@ class Lease:
     @classmethod
     def take(cls, store: Store, clock: Clock, fresh_s: float = FRESH_S) -> "Lease":
         """Take the lease.  Raise Supervised if another supervisor is alive, or claims the slot at the same moment."""
-        if (holder := living_supervisor(store, clock, fresh_s)) is not None:
-            raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
+        if (holder := newest_claim(store, SUPERVISOR)) is not None:
+            from executors.supervision.holder import is_alive
+
+            if is_alive(store, clock, holder, fresh_s):
+                raise Supervised(f"process {holder.pid} on {host_words(holder.host)} supervises this run already")
         try:
             return cls.seize(store, clock)
         except Fenced as lost_race:
@@ -88,62 +90,3 @@ class Lease:
     def lost(self) -> bool:
         """Whether another supervisor has taken over."""
         return any(True for _ in claims_above(self.store, SUPERVISOR, self.generation))
-
-
-def supervisor_of(store: Readable) -> Claim | None:
-    """Return the claim of the present supervisor; do not wait to see whether its heartbeat changes."""
-    return still_holding(store.url, newest_claim(store, SUPERVISOR), read_beat(store, SUPERVISOR))
-
-
-def still_holding(run: str, holder: Claim | None, beat: Beat | None) -> Claim | None:
-    """Return the newest claim, unless its supervisor's last heartbeat is "left" or its process is known to be dead."""
-    if holder is None or _has_left(holder, beat) or _known_dead(run, holder):
-        return None
-    return holder
-
-
-def living_supervisor(store: Store, clock: Clock, fresh_s: float = FRESH_S) -> Claim | None:
-    """Return the claim of a live supervisor: its process runs here, or its heartbeat changes within `fresh_s`.
-
-    A claim alone does not show a live supervisor: its process may have been killed long ago.
-    """
-    holder = newest_claim(store, SUPERVISOR)
-    return holder if holder is not None and _is_alive(store, clock, holder, fresh_s) else None
-
-
-def _is_alive(store: Store, clock: Clock, holder: Claim, fresh_s: float) -> bool:
-    fresh_s += REQUESTS * timed_request_s(store, clock)
-    first = read_beat(store, SUPERVISOR)
-    until = clock.now() + fresh_s
-    while not (_has_left(holder, first) or _known_dead(store.url, holder)):
-        if _is_on_this_machine(holder) and works_for(holder.pid, store.url):
-            return True
-        if read_beat(store, SUPERVISOR) != first:
-            return True
-        if clock.now() >= until:
-            return False
-        clock.sleep(0.05)
-    return False
-
-
-def timed_request_s(store: Readable, clock: Clock) -> float:
-    """Make one request, and return its seconds: REQUESTS of them may delay the next heartbeat of a process."""
-    began = clock.now()
-    store.get(layout.RUN)
-    return clock.now() - began
-
-
-def _has_left(holder: Claim, beat: Beat | None) -> bool:
-    return beat is not None and beat.generation == holder.generation and beat.phase == "left"
-
-
-def _is_on_this_machine(holder: Claim) -> bool:
-    """Whether the claim names a process of this machine, this boot and this pid namespace."""
-    return bool(holder.started) and holder.host == host_name() == machine_name()
-
-
-def _known_dead(run: str, holder: Claim) -> bool:
-    """Whether the claim's process was here, and has ended or works for another run, of which this run is a copy."""
-    if not _is_on_this_machine(holder):
-        return False
-    return not processes.is_alive(holder.pid, holder.started) or works_for(holder.pid, run) is False

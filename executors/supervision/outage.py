@@ -13,49 +13,14 @@ The same rules hold for a launch that a platform refuses while the run continues
 Not promised: the state of processes on a silent platform; but heartbeats still show which replicas work.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from executors.platforms.base import FleetExecutor, Handle, Refused, Status
+from executors.platforms.base import LAUNCH, FleetExecutor, Handle, Refused, Status
 from rendezvous.clock import Clock
 
-REPORT_S = 60.0  # seconds from the first lost answer to a report, and between two reports
-FRESH_S = 1.5 * REPORT_S  # age up to which a reported outage counts as still open
-FIRST_PAUSE_S = 1.0
-LOST_PAUSE_S = 4.0
-REFUSED_PAUSE_S = 15.0
-LAUNCH = "launch"
-
-
-@dataclass
-class Outage:
-    """One platform without an answer.   since: start per launch.   ask_at: next request.   reported_at: None: never."""
-
-    since: dict[str, float] = field(default_factory=dict)
-    why: str = ""
-    refused: bool = False
-    pause: float = 0.0
-    ask_at: float = float("-inf")
-    reported_at: float | None = None
-
-    def again(self, now: float, why: str, refused: bool) -> None:
-        """Count one more request without an answer, and set the time of the next request."""
-        most = REFUSED_PAUSE_S if refused else LOST_PAUSE_S
-        self.pause = min(most, 2 * self.pause) if self.pause else FIRST_PAUSE_S
-        self.why = why
-        self.refused = refused
-        self.ask_at = now + self.pause
-
-    def due(self, now: float) -> bool:
-        """Whether a report is due."""
-        if self.reported_at is not None:
-            return now - self.reported_at >= REPORT_S
-        return self.refused or now - self.began >= REPORT_S
-
-    @property
-    def began(self) -> float:
-        return min(self.since.values())
+if TYPE_CHECKING:
+    from executors.supervision.silence import Outage
 
 
 class Outages:
@@ -88,7 +53,7 @@ class Outages:
 
     def failed(self, name: str, slots: Iterable[str], error: Exception) -> None:
         """Record that a request other than a poll has failed."""
-        outage = self._open.setdefault(name, Outage())
+        outage = self._opened(name)
         now = self._clock.now()
         for slot in slots:
             outage.since.setdefault(slot, now)
@@ -106,12 +71,17 @@ class Outages:
         silent = [launch_name(h) for h in self._last if h.executor == name]
         if not silent:
             return self.answered(name)
-        outage = self._open.setdefault(name, Outage())
+        outage = self._opened(name)
         now = self._clock.now()
         outage.since = {launch: outage.since.get(launch, now) for launch in silent}
         if stale:
             trouble = next((s for s in stale if s.refused), stale[0])
             outage.again(now, trouble.trouble or trouble.reason, trouble.refused)
+
+    def _opened(self, name: str) -> "Outage":
+        from executors.supervision.silence import Outage
+
+        return self._open.setdefault(name, Outage())
 
     # ------------------------------------------------------------------ reports
 
@@ -121,7 +91,7 @@ class Outages:
         for name, outage in self._open.items():
             if outage.due(now):
                 outage.reported_at = now
-                over.append(_silence_event(name, outage, now))
+                over.append(outage.event(name, now))
         return over
 
     @property
@@ -129,32 +99,8 @@ class Outages:
         """The note for the supervisor's heartbeat: outages that were reported and are not over."""
         now = self._clock.now()
         told = [(name, outage) for name, outage in self._open.items() if outage.reported_at is not None]
-        return "; ".join(outage_in_words(_silence_event(name, outage, now)) for name, outage in told)
-
-
-def _silence_event(name: str, outage: Outage, now: float) -> dict[str, Any]:
-    seconds = round(now - outage.began, 1)
-    about = {"event": "platform_silent", "platform": name, "slots": sorted(outage.since), "seconds": seconds}
-    return {**about, "refused": outage.refused, "text": outage.why}
+        return "; ".join(outage.in_words(name, now) for name, outage in told)
 
 
 def launch_name(handle: Handle) -> str:
     return f"{handle.slot}.{handle.attempt}"
-
-
-def outage_in_words(event: Mapping[str, Any]) -> str:
-    """Return a line for the user."""
-    slots = ", ".join(map(str, event.get("slots", ())))
-    seconds = event.get("seconds", 0)
-    launches = event.get("platform") == LAUNCH
-    name = "the platform" if launches else event.get("platform")
-    what = f"{'cannot start' if launches else 'no news of'} {slots}"
-    verb = "refuses us" if event.get("refused") else "gives no answer"
-    return f"{name} {verb}, for {seconds:.0f} s: {what}; {event.get('text', '')}"
-
-
-def open_outages(events: Sequence[Mapping[str, Any]], now: float) -> list[str]:
-    """Return lines on outages that the log reports and that have not ended.   now: Unix time."""
-    newest = {e.get("platform"): e for e in events if e["event"] in ("platform_silent", "platform_answers")}
-    silent = [e for e in newest.values() if e["event"] == "platform_silent" and now - e["at"] < FRESH_S]
-    return [outage_in_words(e) for e in silent]

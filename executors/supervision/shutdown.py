@@ -39,7 +39,8 @@ from executors.platforms.base import FleetExecutor, Handle, State, Status
 from executors.platforms.on_host.executor import REAP_S, claimed_process, newest_claims, unproven_process
 from executors.platforms.places import build_executor
 from executors.supervision.grace import GRACE_S, boundary_of, leave_s, lost_work, usual_s
-from executors.supervision.lease import Lease, supervisor_of, timed_request_s
+from executors.supervision.holder import supervisor_of, timed_request_s
+from executors.supervision.lease import Lease
 from executors.supervision.outage import launch_name
 from executors.supervision.slots.launches import LAG_S, Launches
 from executors.supervision.slots.slot_state import begin_fields, end_fields

@@ -7,20 +7,22 @@
 Not promised: that retries ever end if a platform refuses a launch in a run that has had launches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from diloco.runlog.reader import Report
 from executors.platforms import FAR
-from executors.platforms.base import ExecutorError, Refused, ReplicaSpec, Unavailable
+from executors.platforms.base import LAUNCH, ExecutorError, Refused, ReplicaSpec, Unavailable
 from executors.platforms.machine.gpu import asked_for
 from executors.platforms.places import Place, place_of
 from executors.supervision.lease import Lease
-from executors.supervision.money.limit import SpendLimit
-from executors.supervision.outage import LAUNCH
 from executors.supervision.slots.slot_state import SlotState
 from executors.supervision.slots.slots import PUBLISH, Slots
 from rendezvous import layout
+
+if TYPE_CHECKING:
+    from executors.supervision.money.limit import SpendLimit
 
 ACTOR = "diloco.actor:main"
 PUBLISHER = "executors.supervision.supervisor:publish_model"
@@ -31,12 +33,13 @@ Start = tuple[SlotState, str]  # the slot, and the reason
 class Starts:
     """The launches of one supervisor.
 
+    limit_for: returns the spending limit that a report asks for, or None.
     parent: "PID:START" of a process; replicas of this machine end when it ends.   entrypoint: each replica's function.
     """
 
     slots: Slots
     places: Sequence[Place]
-    spend_limit: SpendLimit
+    limit_for: "Callable[[Report], SpendLimit | None]"
     lease: Lease
     parent: str
     entrypoint: str
@@ -77,9 +80,10 @@ class Starts:
         """Launch all of these starts in one call, or none of them if the budget does not allow all."""
         slots = self.slots
         specs = [self._spec_for(state) for state, _ in starts]
-        verdict = self.lease.keep_while(lambda: self.spend_limit.launch_verdict(report, specs))
-        if why := self.spend_limit.carry_out(verdict, report):
-            return self._do_without(why)
+        if (limit := self.limit_for(report)) is not None:
+            verdict = self.lease.keep_while(lambda: limit.launch_verdict(report, specs))
+            if why := limit.carry_out(verdict, report):
+                return self._do_without(why)
         slots.emit("launching", launches=[f"{s.slot}.{s.attempt}" for s in specs])  # the next supervisor looks for them
         handles = self.lease.keep_while(lambda: slots.executor.launch_replicas(specs))
         for (state, why), handle in zip(starts, handles, strict=True):

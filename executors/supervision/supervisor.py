@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from diloco.model.last_sweep import sweep_after_end
 from diloco.process import exitcodes
@@ -31,14 +32,13 @@ from diloco.run.record import Run
 from diloco.runlog.reader import SUPERVISOR, Reader, Report
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
-from executors.platforms.base import REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
+from executors.platforms.base import LAUNCH, REPLICA, ExecutorError, FleetExecutor, Handle, Unavailable, require_fleet
 from executors.platforms.places import former_places, places_of
 from executors.supervision.grace import GRACE_S, finish_s, leave_s, usual_s
 from executors.supervision.lease import WATCHING, Lease
 from executors.supervision.looks import Looks, RecordsWatch
-from executors.supervision.money.limit import SpendLimit
 from executors.supervision.notices.asked_for import alerts_of, end_with_run, tracker_child
-from executors.supervision.outage import LAUNCH, REPORT_S, Outages, outage_in_words
+from executors.supervision.outage import Outages
 from executors.supervision.slots.plan import (
     Action,
     Cancel,
@@ -60,10 +60,14 @@ from rendezvous.background import Emit
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, RecordsLost, RendezvousError, StoreError, StoreFull, StoreUnclear
 
+if TYPE_CHECKING:
+    from executors.supervision.money.limit import SpendLimit
+
 FAILED = 1
 WAITING = "waiting for the store, as the replicas do"
 TICK_S = 0.2
 PATIENCE_S = 120.0
+SAY_S = 60.0  # between two reports of a trouble
 RENTED_GRACE_S = 40.0  # GRACE_S on a platform, which passes the request on; the rest of END_S is for its report
 KEPT_STEPS = 100  # outer steps whose events stay in memory
 PROOF_S = 600.0  # time to see the ends of all replicas
@@ -135,15 +139,14 @@ class Supervisor:
         self._ending_since: float | None = None
         self._trouble_since: float | None = None
         self._said_at = float("-inf")  # when we last reported a trouble
-        self._spend_limit = SpendLimit(
-            self.run.store, self.clock, self.executor, self.places, former=former_places(wanted.former), emit=self.emit
-        )
+        self._former = former_places(wanted.former)
+        self._limit: SpendLimit | None = None
         self._trackers = tracker_child(
             self.run, self.clock, lambda text: self.emit("warning", kind="trackers", text=text)
         )
         self._alerts = alerts_of(self.alert, self.clock, self.emit)
         self._starts = Starts(
-            self.slots, self.places, self._spend_limit, self.lease, parent=self.parent, entrypoint=self.entrypoint
+            self.slots, self.places, self._limit_for, self.lease, parent=self.parent, entrypoint=self.entrypoint
         )
 
     # ------------------------------------------------------------------ calls from signal handlers and others
@@ -227,7 +230,7 @@ class Supervisor:
             raise error
 
     def _say_waiting(self, text: str) -> None:
-        if self.clock.now() - self._said_at >= REPORT_S:
+        if self.clock.now() - self._said_at >= SAY_S:
             print(text, file=sys.stderr, flush=True)
             self._said_at = self.clock.now()
 
@@ -254,8 +257,8 @@ class Supervisor:
         if self._verdict is None and (lost := self._records.why_lost(report)):
             self._verdict = Outcome(exitcodes.USER_ERROR, lost)
             self._leaving = "the run's records are gone"
-        limit = self._spend_limit
-        self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
+        if (limit := self._limit_for(report)) is not None:
+            self._leaving = self._leaving or limit.carry_out(limit.verdict(report), report)
         desired = Desired(frozenset(wanted_slots(report)), done=report.done, ending=bool(self._leaving))
         actions = plan(desired, self.slots.observed(report), self.clock.now(), self.limits)
         self._carry_out(actions, report)
@@ -266,6 +269,18 @@ class Supervisor:
         outcome = self._outcome_if_ended(report)
         self._alerts.tick(report, last=outcome is not None)
         return outcome
+
+    def _limit_for(self, report: Report) -> "SpendLimit | None":
+        """Return the spending limit; None if the run has neither a budget nor a lease, and all places are here."""
+        wanted = report.wanted
+        names = {self.executor.name, *(place.executor for place in (*self.places, *self._former))}
+        if self._limit is None and (names != {"local"} or wanted.until or wanted.max_usd or wanted.max_hours):
+            from executors.supervision.money.limit import SpendLimit
+
+            self._limit = SpendLimit(
+                self.run.store, self.clock, self.executor, self.places, former=self._former, emit=self.emit
+            )
+        return self._limit
 
     def _outcome_if_ended(self, report: Report) -> Outcome | None:
         """Return the outcome if supervision is over and no replica runs any more, else None."""
@@ -410,6 +425,8 @@ def _report_outages(outages: Outages, emit: Emit) -> None:
     for event in outages.news():
         emit(**event)
         if event["event"] == "platform_silent":
+            from executors.supervision.silence import outage_in_words
+
             print(outage_in_words(event), file=sys.stderr, flush=True)
 
 

@@ -27,6 +27,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from shutil import copyfileobj
+from tempfile import TemporaryFile
 from typing import Any, NotRequired, TypedDict
 
 from inner.replay.actions import Message
@@ -76,7 +78,12 @@ def save_states(states: Iterable[TraceState], path: str | Path) -> None:
 
 
 def save_lines(rows: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    Path(path).write_text("".join(_json_line(row) + "\n" for row in rows), encoding="utf-8")
+    """Write the rows.   If a row raises an error, `path` stays as it was."""
+    with TemporaryFile("w+", encoding="utf-8") as made:
+        made.writelines(_json_line(row) + "\n" for row in rows)
+        made.seek(0)
+        with Path(path).open("w", encoding="utf-8") as file:
+            copyfileobj(made, file)
 
 
 def checked_state(row: Any) -> TraceState:

@@ -25,7 +25,7 @@ from inner.data.rendering import prompt_ids, text_of, whole
 from inner.errors import InnerError
 
 if TYPE_CHECKING:
-    from inner.rollouts.bundle import Bundle
+    from inner.rollouts.recording.bundle import Bundle
 try:
     from transformers.utils.chat_parsing.response_templates import load_response_template
 except ImportError:  # another version of TRL: use its own parsing

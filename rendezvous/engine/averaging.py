@@ -28,7 +28,6 @@ from rendezvous.background import Job
 from rendezvous.clock import Clock
 from rendezvous.engine.own_blobs import OwnBlobs
 from rendezvous.errors import Corrupt
-from rendezvous.keeping import garbage
 from rendezvous.keeping.budget import sizes_of
 from rendezvous.means.bodies import OwnBody
 from rendezvous.means.reduce import Reducer, refuse_misweighed
@@ -140,5 +139,7 @@ class Averager:
         try:
             yield
         except Corrupt:
-            garbage.refuse_collected(self.store, commit.t)
+            from rendezvous.keeping.collected import refuse_collected
+
+            refuse_collected(self.store, commit.t)
             raise

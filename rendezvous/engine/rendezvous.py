@@ -214,7 +214,9 @@ class Rendezvous:
             emit=self.emit, theta_0=self._theta_0, name=self.name,
         )  # fmt: skip
         if not replay.load_snapshot(self._snapshots.newest, upto):
-            garbage.refuse_collected(self.store, max(replay.damaged, default=upto or 0))
+            from rendezvous.keeping.collected import refuse_collected
+
+            refuse_collected(self.store, max(replay.damaged, default=upto or 0))
             raise RendezvousError(
                 "no snapshot of this run can be read and fits this model, not even step 0's: the bucket lost objects, "
                 "or the run is of another model. Restore it from a backup, or start a new run from an exported model"

@@ -37,9 +37,8 @@ the budget counts only bodies that a commit lists.  A body without an offer (its
 offer, is deleted with its step.  If steps are faster than deletions, deletions come later.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
 
 from rendezvous.agreement.rules import Rules
@@ -50,8 +49,6 @@ LATE = 3  # steps: the one that was just decided, and two that may follow while 
 COMPLETE = 3  # snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
 RETRY = 2  # in steps: one to write a snapshot, and one for its manifest
-ALWAYS = 64  # level of the oldest snapshot, which stays: no run lasts for 2^64 periods
-_RULERS = [(share, -1) for share in range(ALWAYS, 0, -1)] + [(1, lowest) for lowest in range(1, ALWAYS + 1)]
 
 
 @dataclass(frozen=True)
@@ -193,6 +190,8 @@ def choose_kept(
     most = max(one.deltas + one.mean for one in known.values()) if most is None else most
     if FULL_ENOUGH * (head * most + len(older) * window.snapshot) <= room:
         return Kept(frozenset(older), 0, 0)
+    from rendezvous.keeping.thinning import thin_snapshots
+
     snapshots = thin_snapshots(older, window.floor, window.every, int(room // max(1, window.snapshot)))
     room -= len(snapshots) * window.snapshot
     means_from, room = _reach_back(window.floor, room, {t: one.mean for t, one in known.items()})
@@ -211,41 +210,6 @@ def _reach_back(end: int, room: float, sizes: Mapping[int, int]) -> tuple[int, f
         end = end - 1
         room = room - size
     return end, room
-
-
-def thin_snapshots(steps: Iterable[int], floor: int, every: int, room: int) -> set[int]:
-    """Choose at most `room` of the snapshots below `floor`, at ages of about powers of two, including the first one.
-
-    every: steps of a period, from one snapshot to the next.   A cell of level l is 2^l aligned periods.  The level of a
-    snapshot is the largest l for which it is the first snapshot of its cell; this never changes.  The snapshot stays
-    until it is 2^(l + share) periods old, if l is not below the lowest level.  The largest share is chosen, and then
-    the smallest lowest level, with which the snapshots of a run without gaps fit.  As the run grows, the share only
-    falls and the lowest level only rises, so a deleted snapshot is never chosen again.
-    """
-    ordered = sorted(set(steps))
-    levels = {t: _snapshot_level(before, t, every) for before, t in pairwise(ordered)}
-    levels |= dict.fromkeys(ordered[:1], ALWAYS)
-    ages = {t: floor // every - t // every for t in ordered if t < floor}
-    for share, lowest in _RULERS:
-        if _at_most(share, lowest, floor // every) <= room:
-            stay = {t for t, age in ages.items() if levels[t] >= lowest and age < 2 ** (share + max(0, levels[t]))}
-            if len(stay) <= room:
-                return stay
-    return set()
-
-
-def _at_most(share: int, lowest: int, periods: int) -> int:
-    """Return the largest number of snapshots that stay in a run without gaps.
-
-    Each 2^(l+1) periods have one snapshot of level l; the first snapshot also stays.
-    """
-    levels = range(max(0, lowest), periods.bit_length())
-    return 1 + sum(min(1 << (share - 1), (((periods - 1) >> level) + 1) >> 1) for level in levels)
-
-
-def _snapshot_level(before: int, t: int, every: int) -> int:
-    """Return the highest bit in which the period numbers of steps `before` and `t` differ; -1 if they are equal."""
-    return ((before // every) ^ (t // every)).bit_length() - 1
 
 
 # ---------------------------------------------------------------------- when the next snapshot is due

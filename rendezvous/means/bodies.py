@@ -11,7 +11,7 @@ All reads use the same memory, because new memory pages cost more than the read.
 Not promised: that a body can be fetched.  For others, `read_bodies` gives a text with the reason.
 """
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -176,6 +176,11 @@ class BodyReader:
 def has_shard_digests(commit: Commit) -> bool:
     """Whether every listed body has a digest for each shard."""
     return all(o.shards for o in commit.offers)
+
+
+def total_weight(offers: Sequence[Listed]) -> np.float32:
+    """Return fl(Σ wᵢ), the sum of the fp32 weights, rounded once."""
+    return np.float32(sum(o.weight for o in offers))
 
 
 def elements_slice(shards: list[Shard]) -> slice:

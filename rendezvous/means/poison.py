@@ -5,10 +5,18 @@
 Not promised: a wrong body with finite values; no reader can tell such a body from a right one.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from rendezvous.codecs import get_codec
 from rendezvous.errors import Corrupt
+from rendezvous.means.bodies import OwnBody, Shard, elements_slice, has_shard_digests, total_weight
+from rendezvous.means.sums import divide_by_weight
+from rendezvous.records.records import Commit, Listed
+
+if TYPE_CHECKING:
+    from rendezvous.means.reduce import Reducer
 
 
 def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
@@ -21,6 +29,33 @@ def is_valid_body(name: str, body: np.ndarray, elements: int) -> bool:
     except Corrupt:
         return False
     return bool(np.isfinite(out).all())
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def mean_of_valid(
+    reducer: "Reducer", commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
+) -> str | None:
+    """Write the mean of the valid bodies, shard by shard, because readers may group shards differently.
+
+    Return None, or why a body cannot be read."""
+    codec = reducer.rules.codec
+    for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
+        total = out[elements_slice(unit)]
+        good = list[Listed]()
+        for listed in offers:
+            body = reducer.bodies.read_body(listed, unit, mine)
+            if isinstance(body, str):
+                return body
+            if is_valid_body(codec, body, total.size):
+                reducer.add_body(total, body, listed.weight, first=not good)
+                good.append(listed)
+            else:
+                reducer.report_poisoned(commit, listed, "it has values that are not finite, or bytes of no encoder")
+        if not good:
+            total.fill(0.0)
+        elif not divide_by_weight(total, total_weight(good)):
+            zero_non_finite(total)
+    return None
 
 
 def zero_non_finite(total: np.ndarray) -> None:

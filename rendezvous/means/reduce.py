@@ -28,7 +28,6 @@ Not promised: long waits (a body that cannot be read is Corrupt after a few seco
 of values that are finite but wrong.
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ from rendezvous.clock import Clock
 from rendezvous.codecs import get_codec, load_mean_kernel
 from rendezvous.errors import BadCommit, Corrupt
 from rendezvous.means.announcements import Announcements
-from rendezvous.means.bodies import BodyReader, OwnBody, Shard, elements_slice, has_shard_digests
+from rendezvous.means.bodies import BodyReader, OwnBody, Shard, elements_slice, total_weight
 from rendezvous.records.records import Commit, Listed
 from rendezvous.store import Store
 
@@ -135,7 +134,9 @@ class Reducer:
             except Corrupt:
                 if self.sample is not None:
                     self.sample.clear()
-                trouble = self._mean_of_valid(commit, offers, group, out, mine)
+                from rendezvous.means.poison import mean_of_valid
+
+                trouble = mean_of_valid(self, commit, offers, group, out, mine)
                 if trouble is None:
                     self._pack_mean(out[elements_slice(group)], rows)
             if trouble is not None:
@@ -156,7 +157,7 @@ class Reducer:
             if self.sample is not None:
                 self.sample.note_body(listed, body, group[0].start, group[-1].stop)
             if self._one_pass is None:
-                self._add_body(total, body, listed.weight, first=listed is offers[0])
+                self.add_body(total, body, listed.weight, first=listed is offers[0])
             else:
                 bodies.append(body)
         if not offers or not self._divide_and_pack(offers, bodies, total, rows):
@@ -182,57 +183,27 @@ class Reducer:
             get_codec(self._codec).encode(mean, rows)
             get_codec(self._codec).decode(rows, mean)
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def _mean_of_valid(
-        self, commit: Commit, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None
-    ) -> str | None:
-        """Write the mean of the valid bodies, shard by shard, because readers may group shards differently."""
-        from rendezvous.means.poison import is_valid_body, zero_non_finite
-        from rendezvous.means.sums import divide_by_weight
-
-        for unit in [[shard] for shard in group] if has_shard_digests(commit) else [group]:
-            total = out[elements_slice(unit)]
-            good = list[Listed]()
-            for listed in offers:
-                body = self.bodies.read_body(listed, unit, mine)
-                if isinstance(body, str):
-                    return body
-                if is_valid_body(self._codec, body, total.size):
-                    self._add_body(total, body, listed.weight, first=not good)
-                    good.append(listed)
-                else:
-                    self._report_poisoned(commit, listed, "it has values that are not finite, or bytes of no encoder")
-            if not good:
-                total.fill(0.0)
-            elif not divide_by_weight(total, total_weight(good)):
-                zero_non_finite(total)
-        return None
-
     def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
         """Return the listed bodies whose records fit this fragment; report the others."""
         flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
         for listed, why in flaws:
             if why:
-                self._report_poisoned(commit, listed, why)
+                self.report_poisoned(commit, listed, why)
         return [listed for listed, why in flaws if not why]
 
-    def _report_poisoned(self, commit: Commit, listed: Listed, why: str) -> None:
+    def report_poisoned(self, commit: Commit, listed: Listed, why: str) -> None:
+        """Report once that a body counts for nothing."""
         if listed.blob not in self._reported_blobs:
             self._reported_blobs.add(listed.blob)
             self.emit("poisoned", step=commit.t, slot=listed.slot, blob=listed.blob, text=f"counts for nothing: {why}")
 
-    def _add_body(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
+    def add_body(self, total: np.ndarray, body: np.ndarray, weight: float, *, first: bool) -> None:
         if self._codec == "fp32":
             from rendezvous.means.sums import accumulate
 
             accumulate(total, body.view(np.float32), weight, first=first)
         else:
             get_codec(self._codec).accumulate(body, weight, total, first)
-
-
-def total_weight(offers: Sequence[Listed]) -> np.float32:
-    """Return fl(Σ wᵢ), the sum of the fp32 weights, rounded once."""
-    return np.float32(sum(o.weight for o in offers))
 
 
 def refuse_misweighed(commit: Commit, rules_: Rules) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from diloco.replica.rollouts import BucketPlaces
 from inner import InnerConfig, Seeds, build_inner, publish_model
-from inner.rollouts.recorded import record_rollouts
+from inner.rollouts.recording.recorded import record_rollouts
 from rendezvous.clock import SystemClock
 from rendezvous.records.rollouts import read_record
 from rendezvous.stores.files import FileStore

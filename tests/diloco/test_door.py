@@ -16,16 +16,17 @@ from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.replica.door import Check, DoorFinding, ModelCheck, RolloutDoor, start_weights, turns_of
 from diloco.run.record import Parent, read_run
-from inner.rollouts.acting import Sampler
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, TooFar
+from inner.rollouts.recording.acting import Sampler
+from inner.rollouts.recording.bundle import Bundle, TooFar
+from inner.rollouts.recording.recorded import BundlePlace
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreRefused
 from rendezvous.records.digests import digest
+from rendezvous.records.judgements import LARGE, RolloutVerdict
 from rendezvous.records.records import Weights, WeightsPart
-from rendezvous.records.rollouts import LARGE, RolloutVerdict, read_record, seal_bundle
+from rendezvous.records.rollouts import read_record, seal_bundle
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import under_key
 from rendezvous.weights import patch
@@ -360,7 +361,7 @@ def test_a_second_reader_finds_the_same_rollouts(honest: Bundle) -> None:
 LIE = """
 import sys
 from dataclasses import replace
-from inner.rollouts import acting
+from inner.rollouts.recording import acting
 sample = acting.Sampler.sample
 def lie(self, share, generation):
     made = sample(self, share, generation)

@@ -12,22 +12,24 @@ import pytest
 
 from diloco.audit.inner import Holder, Recomputed, _Recorded  # pyright: ignore[reportPrivateUsage]
 from diloco.model.late_rewards import count_late_rewards, give_reward, write_pairs
-from diloco.model.traces import run_states
-from diloco.replica.rollouts import OldBundles
+from diloco.model.traces import freeze, run_states
+from diloco.replica.old_bundles import OldBundles
 from diloco.run.config import ConfigError, load_config
 from diloco.run.founding import open_run
 from diloco.run.record import Run
 from executors.cli.main import main
 from inner import TraceWarning, reward_pairs, save_states
 from inner.replay.pairs import training_pairs
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace
+from inner.replay.states import save_lines
+from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.recording.recorded import BundlePlace
 from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.errors import StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach
-from rendezvous.records.rollouts import LateReward, read_record, seal_bundle
+from rendezvous.records.judgements import LateReward
+from rendezvous.records.rollouts import read_record, seal_bundle
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import under_key
@@ -156,7 +158,7 @@ def test_an_answer_that_is_lost_costs_nothing() -> None:
 
 def states_of(run: Run) -> dict[str, dict[str, float]]:
     """The late rewards by rollout, of those that have some."""
-    states = run_states(run.store)
+    states = list(run_states(run.store))
     return {s["state_id"].rpartition(":")[0]: s["late_rewards"] for s in states if "late_rewards" in s}
 
 
@@ -260,7 +262,7 @@ def test_one_foreign_file_below_rollouts_hides_nothing(
 def run_states_quietly(run: Run) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TraceWarning)
-        return run_states(run.store, "n")
+        return list(run_states(run.store, "n"))
 
 
 @pytest.mark.parametrize(
@@ -294,6 +296,20 @@ def test_two_attempts_of_one_step_have_names_of_their_own() -> None:
     assert len(set(names)) == len(names) and {name.split(".")[1] for name in names} == {"0", "1"}
 
 
+def test_what_is_pushed_to_the_hub_is_the_logs_sample_and_no_bundle(tmp_path: Path) -> None:
+    run = a_run()
+    assert freeze(run.store, tmp_path / "all.jsonl", "n")["states"] > 0
+    with pytest.raises(ConfigError, match="logged no rollouts"):
+        freeze(run.store, tmp_path / "sample.jsonl", "n", sampled=True)
+
+
+def test_a_file_stays_as_it_was_if_a_row_cannot_be_written(tmp_path: Path) -> None:
+    (path := tmp_path / "states.jsonl").write_text("before")
+    with pytest.raises(ZeroDivisionError):
+        save_lines(({"a": 1 / (1 - i)} for i in range(2)), path)
+    assert path.read_text() == "before"
+
+
 # training does not see them
 
 
@@ -307,7 +323,7 @@ def test_a_replacement_finds_the_bundle_as_it_was() -> None:
 def test_it_goes_with_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     run = a_run()
     give(run)
-    monkeypatch.setattr("diloco.replica.rollouts.read_reach", lambda _: Reach(8))
+    monkeypatch.setattr("diloco.replica.old_bundles.read_reach", lambda _: Reach(8))
     OldBundles(run.store, "r01", Inline(), no_emit).note(BundlePlace(7, 44, 0))
     assert run.store.list("rollouts/") == []
     with pytest.raises(ConfigError, match="deleted them with their step"):

@@ -14,8 +14,8 @@ from diloco.audit.inner import recompute_offers
 from diloco.process import exitcodes
 from diloco.replica.rank_rollouts import FollowingPlaces, LeadingPlaces
 from diloco.run.record import read_run
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, TooFar
+from inner.rollouts.recording.bundle import Bundle, TooFar
+from inner.rollouts.recording.recorded import BundlePlace
 from rendezvous import layout
 from rendezvous.stores.memory import MemoryStore
 from tests.diloco.test_actor import bundles, sampled_by, start_actor

@@ -16,12 +16,16 @@ from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze, run_states
 from diloco.process.data_position import uncounted_sessions
-from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
-from diloco.run.record import read_run
+from diloco.replica.old_bundles import OldBundles
+from diloco.replica.rollouts import BucketPlaces, keep_rollouts, staleness_in
+from diloco.run.combinations import prepared_for_actors
+from diloco.run.config import RunConfig
+from diloco.run.record import Parent, read_run
 from diloco.run.sections import FleetConfig
 from inner.replay.states import TraceWarning
-from inner.rollouts.bundle import Bundle, RandomStates
-from inner.rollouts.recorded import BundlePlace
+from inner.rollouts.recording.bundle import RandomStates
+from inner.rollouts.recording.recorded import BundlePlace
+from inner.rollouts.recording.unpack import unpack
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from rendezvous import layout
@@ -32,7 +36,7 @@ from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.records.records import Offer
 from rendezvous.records.rollouts import read_record
-from rendezvous.store import PatientStore
+from rendezvous.store import PatientStore, Store
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.run_key import under_key
@@ -136,7 +140,7 @@ def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path
     first, second = sorted(Path(fleet.url).glob("rollouts/r01/0000000000/*.bundle"))
     (old, _), (new, payload) = read_record(first.read_bytes()), read_record(second.read_bytes())
     assert (old.by, new.by) == (1, 3) and old.digest != new.digest  # other random numbers, too
-    assert len(Bundle.unpack(bytes(payload)).ids) == 16
+    assert len(unpack(bytes(payload)).ids) == 16
 
 
 @pytest.mark.slow
@@ -320,7 +324,7 @@ def test_a_bundle_of_odd_messages_costs_the_traces_its_own_rollouts_alone(odd: A
     places(store).put(HERE, replace(made, completions=[*made.completions[:-1], odd]), FITS)
     places(store).put(BundlePlace(5, 43, 0), made, FITS)
     with pytest.warns(TraceWarning, match=f"{KEY}: .* It is left out"):
-        states = run_states(store, "n")
+        states = list(run_states(store, "n"))
     assert states and {state["state_id"].split("/")[1] for state in states} == {"43"}
 
 
@@ -372,7 +376,7 @@ def test_a_replica_does_not_wait_for_space_for_its_bundles() -> None:
     rv = SimpleNamespace(store=PatientStore(full, SystemClock(), 600.0), slot="r00", generation=1)
     session: Any = SimpleNamespace(rv=rv, clock=SystemClock(), emit=lambda event, **fields: told.append(event))
     fleet = FleetConfig(record_rollouts=True, keep="all", staleness=0, check_rollouts=0.0)
-    run: Any = SimpleNamespace(record=SimpleNamespace(nonce="n"), config=SimpleNamespace(fleet=fleet))
+    run: Any = SimpleNamespace(record=SimpleNamespace(nonce="n", parent=Parent()), config=SimpleNamespace(fleet=fleet))
     loop = build_inner(InnerConfig(**SMALL), small_folder(), {}, Seeds(data=0, noise=0))
     keep_rollouts(run, session, loop)
     left = iter([False, True])
@@ -381,12 +385,32 @@ def test_a_replica_does_not_wait_for_space_for_its_bundles() -> None:
     assert told == ["rollouts_lost"] * 2 and time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize(("shards", "images"), [(True, False), (False, True)])
+def test_a_replica_without_a_whole_model_or_with_images_records_nothing(*, shards: bool, images: bool) -> None:
+    fleet, inner = FleetConfig(), SimpleNamespace(lora=None)
+    run: Any = SimpleNamespace(config=SimpleNamespace(fleet=fleet, inner=inner))
+    loop: Any = SimpleNamespace(trainer=SimpleNamespace(_is_vlm=images), group=object() if shards else None)
+    keep_rollouts(run, SimpleNamespace(), loop)()  # type: ignore[arg-type]
+    assert not hasattr(loop.trainer, "places")
+
+
+def test_a_run_without_broadcast_weights_has_no_actors() -> None:
+    config = RunConfig.from_dict({"inner": {"model": "toolworld"}})
+    assert config.fleet.record_rollouts and staleness_in(SimpleNamespace(config=config)) == -1  # type: ignore[arg-type]
+    assert staleness_in(SimpleNamespace(config=prepared_for_actors(config))) >= 0  # type: ignore[arg-type]
+    (made, _), store = a_bundle(), MemoryStore("memory://x")
+    with_log_probs = replace(made, logprobs=[[-1.0] * len(ids) for ids in made.ids])
+    assert places(store, by=0, actor="a01").deliver(HERE, with_log_probs)
+    assert places(store, staleness=-1).find(HERE, FITS) is None
+    assert places(store, staleness=-1).put(HERE, made, FITS) is made
+
+
 def test_under_a_run_key_another_writers_bundle_is_nothing() -> None:
     (made, _), bucket = a_bundle(), MemoryStore("memory://x")
     sealed = under_key(bucket, SystemClock(), b"k" * 16)
     places(sealed).put(HERE, made, FITS)
     record, payload = read_record(sealed.get(KEY) or b"")
-    assert record.digest.startswith("sha256:") and Bundle.unpack(bytes(payload)).pack() == made.pack()
+    assert record.digest.startswith("sha256:") and unpack(bytes(payload)).pack() == made.pack()
     forged = bytearray(bucket.get(KEY) or b"")
     forged[100] ^= 1
     bucket.put(KEY, bytes(forged))
@@ -417,8 +441,8 @@ def test_old_bundles_go_a_predecessors_too() -> None:
         places(store).put(BundlePlace(1, generation, 0), made, FITS)
     old = OldBundles(store, "r01", Inline(), no_emit)
     reach = [0]
-    with patch("diloco.replica.rollouts.read_reach", lambda _: Reach(reach[0])):
-        for step, generation, since in ((2, 5, 0), (3, 6, 2), (4, 7, 3)):
+    with patch("diloco.replica.old_bundles.read_reach", lambda _: Reach(reach[0])):
+        for step, generation, since in ((2, 5, 0), (10, 6, 2), (18, 7, 10)):
             places(store).put(BundlePlace(step, generation, 0), made, FITS)
             reach[0] = since
             old.note(BundlePlace(step, generation, 0))
@@ -429,8 +453,18 @@ def test_the_bundles_of_a_fork_go_by_its_own_steps() -> None:
     """Its places count its ancestor's outer steps, and its snapshots do not."""
     (made, _), store = a_bundle(), MemoryStore("memory://x")
     old = OldBundles(store, "r01", Inline(), no_emit, parent=500)
-    with patch("diloco.replica.rollouts.read_reach", lambda _: Reach(2)):
-        for step in (500, 501, 502):
+    with patch("diloco.replica.old_bundles.read_reach", lambda _: Reach(2)):
+        for step in (500, 501, 508):
             places(store).put(BundlePlace(step, step, 0), made, FITS)
             old.note(BundlePlace(step, step, 0))
-    assert [key.split("/")[2] for key in store.list("rollouts/")] == ["0000000502"]
+    assert [key.split("/")[2] for key in store.list("rollouts/")] == ["0000000508"]
+
+
+def test_old_bundles_are_looked_for_every_eighth_outer_step() -> None:
+    """A look costs a LIST and some GETs."""
+    looks = list[Store]()
+    old = OldBundles(MemoryStore("memory://x"), "r01", Inline(), no_emit)
+    with patch("diloco.replica.old_bundles.read_reach", lambda store: looks.append(store) or Reach(0)):
+        for step in range(40):
+            old.note(BundlePlace(step, step, 0))
+    assert len(looks) == 5

@@ -375,7 +375,7 @@ def test_forged_rollouts_are_no_traces() -> None:
     clock, bucket = ManualClock(), MemoryStore()
     store = under_key(bucket, clock, SECRET)
     bucket.put(layout.rollouts_key("r00", 1, 0), b'{"step": 1}\n{"reward": 9, "messages": []}\n')
-    assert run_states(store) == []
+    assert list(run_states(store)) == []
 
 
 def test_a_page_that_somebody_else_wrote_is_read_by_nobody() -> None:

@@ -164,7 +164,7 @@ def test_a_damaged_line_is_named_and_the_others_are_kept() -> None:
     key = layout.rollouts_key("r00", 1, 0)
     store.put(key, (store.get(key) or b"") + b'{"messages": 3}\n\xff\n')
     with pytest.warns(TraceWarning, match=r"000000\.rollouts\.jsonl, line 3"):
-        assert len(run_states(store)) == 1
+        assert len(list(run_states(store))) == 1
 
 
 def test_a_run_without_rollouts_says_what_to_do(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from executors.preflight.needs.box_faults import check_boxes, check_tasks, refus
 from executors.preflight.quote import fitted_places
 from executors.preflight.run_url import UsageError
 from executors.supervision import boxes
-from executors.supervision.costs import Budget
+from executors.supervision.money.budget import Budget
 from inner.errors import InnerError
 from inner.extras.boxes.e2b_boxes import E2bBoxes
 from inner.extras.boxes.local import LocalBoxes

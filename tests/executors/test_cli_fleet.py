@@ -26,8 +26,8 @@ from executors.platforms.typed_options import make_with
 from executors.preflight import place_faults, quote
 from executors.preflight.price_words import price_words
 from executors.preflight.run_url import UsageError
-from executors.supervision.costs import Budget, Costs
 from executors.supervision.lease import Lease
+from executors.supervision.money.budget import Budget
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
@@ -296,13 +296,13 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("typed", "agreed"), [("y\n", True), ("YES\n", True), ("\n", False), ("no\n", False)])
 def test_the_question(capsys, typed, agreed):
-    asked = quote.Quote((Place(),), LaunchPlan((), 8.0), Budget(), Costs())
+    asked = quote.Quote((Place(),), LaunchPlan((), 8.0), Budget())
     assert quote.ask_agreement(asked, False, Terminal(typed)) is agreed
     assert "start it? [y/N]" in capsys.readouterr().err
 
 
 def test_what_costs_nothing_is_not_asked_for():
-    assert quote.ask_agreement(quote.Quote((Place(),), LaunchPlan(()), Budget(), Costs()), False, io.StringIO())
+    assert quote.ask_agreement(quote.Quote((Place(),), LaunchPlan(()), Budget()), False, io.StringIO())
 
 
 # -------------------------------------------------------------------- into the bucket

@@ -41,7 +41,6 @@ from executors.preflight.quote import fitted_places
         ),
         ({"inner": {"model": "toolworld", "trl": {"beta": 0.1}}}, "inner.trl.beta compares with a reference model"),
         ({"inner": {"model": "toolworld", "lora": {"r": 4, "base": "nf4"}}}, "inner.lora.base was tested"),
-        ({"fleet": {"record_rollouts": True}}, "fleet.record_rollouts"),
         ({"rendezvous": "lighthouse://h:1"}, 'rendezvous = "lighthouse://h:1" needs one process'),
         (
             {"eval": {"prompts": "p.jsonl"}, "outer": {"sync_every": 4, "fragments": 2}},
@@ -60,6 +59,15 @@ def test_what_needs_one_device_is_told_before_the_start(
     (fault,) = place_faults.place_faults(config, "runs/x", [Place("local", options={"devices": 2})], {})
     assert re.search(f"each replica is to have 2 devices, and .*{told}", fault)
     assert not list(place_faults.place_faults(config, "runs/x", [Place("local")], {}))
+
+
+def test_actors_need_replicas_with_a_whole_model(tmp_path: Path) -> None:
+    config = RunConfig.from_dict({"inner": {"model": "toolworld"}}, tmp_path)
+    places = [Place("local", options={"devices": 2}), Place("local", count=1, actors=True)]
+    (fault,) = place_faults.place_faults(config, "runs/x", places, {})
+    assert "trains on its own rollouts only. Start no actors, add [inner.lora]" in fault
+    adapter = RunConfig.from_dict({"inner": {"model": "toolworld", **ADAPTER}}, tmp_path)
+    assert not list(place_faults.place_faults(adapter, "runs/x", places, {}))
 
 
 ADAPTER = {"lora": {"r": 4}}
@@ -105,7 +113,7 @@ def test_devices_are_a_number_and_each_has_a_gpu() -> None:
 def test_a_place_s_gpu_says_its_number_of_devices(executor: str, gpu: str, devices: int) -> None:
     place = Place(executor, gpu=(gpu,))
     assert place.devices == devices and asked_for((gpu,)) == devices
-    assert not place_faults.devices_fault(RunConfig.from_dict({"inner": {"model": "toolworld"}}), place)
+    assert not place_faults.devices_fault(RunConfig.from_dict({"inner": {"model": "toolworld"}}), place, [place])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ def test_a_place_s_gpu_says_its_number_of_devices(executor: str, gpu: str, devic
     ],
 )
 def test_devices_that_would_be_idle_or_unequal_are_told(place: Place, told: str) -> None:
-    assert re.search(told, place_faults.devices_fault(RunConfig(), place))
+    assert re.search(told, place_faults.devices_fault(RunConfig(), place, [place]))
 
 
 @pytest.mark.parametrize(

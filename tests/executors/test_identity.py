@@ -23,7 +23,8 @@ from diloco.process.processes import host_words
 from executors.platforms.base import Handle, ReplicaSpec, State
 from executors.platforms.entrypoint import create_process_file
 from executors.platforms.on_host.executor import LocalProcessExecutor, make_process_folder
-from executors.supervision.lease import SUPERVISOR, Lease, Supervised, supervisor_of
+from executors.supervision.holder import supervisor_of
+from executors.supervision.lease import SUPERVISOR, Lease, Supervised
 from executors.supervision.shutdown import stop_run
 from executors.supervision.slots.slot_state import handle_in, past
 from rendezvous import layout

@@ -10,7 +10,7 @@ from executors.platforms.mixed import Mixed
 from executors.platforms.on_host.executor import LocalProcessExecutor
 from executors.platforms.places import Place, build_executor, mixed_executor, place_of, places_of
 from executors.preflight.quote import Quote, write_quote
-from executors.supervision.costs import Budget, Costs
+from executors.supervision.money.budget import Budget
 from executors.supervision.shutdown import stop_run
 from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import Wanted, read_control, write_control
@@ -131,7 +131,7 @@ def test_an_invalid_place_in_the_bucket_is_named_and_can_be_replaced(raw):
         ExecutorError, match=rf"a place that is not valid \(its {next(iter(raw))} is .*Name the places again"
     ):
         places_of(read_control(store).places)
-    write_quote(store, clock, Quote((Place("local", 2),), LaunchPlan((), 0.0), Budget(), Costs()))
+    write_quote(store, clock, Quote((Place("local", 2),), LaunchPlan((), 0.0), Budget()))
     wanted = read_control(store)
     assert places_of(wanted.places) == (Place("local", 2),) and wanted.former == (raw,)
     build_executor(wanted.places, wanted.former).close()

@@ -17,18 +17,9 @@ from diloco.units import dollars
 from executors.cli.looking.status import cost_line, costs_dict
 from executors.platforms import container
 from executors.platforms.container import LauncherWord
-from executors.supervision.costs import (
-    BOOT_S,
-    END_S,
-    LEASE_S,
-    Bill,
-    Budget,
-    Costs,
-    launch_refusal,
-    lease,
-    over,
-)
+from executors.supervision.costs import BOOT_S, END_S, LEASE_S, Bill, Costs, launch_refusal, lease, over
 from executors.supervision.money.bills import costs, unpriced
+from executors.supervision.money.budget import Budget
 from executors.supervision.money.limit import NewLease, SpendLimit, SpendVerdict
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, write_control

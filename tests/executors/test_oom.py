@@ -11,7 +11,7 @@ import pytest
 
 from executors.platforms.base import Handle, ReplicaSpec, State, Status
 from executors.platforms.container import ended_as, read_end
-from executors.platforms.machine import oom
+from executors.platforms.machine import oom, oom_words
 from executors.platforms.on_hf_jobs.client import HubJob
 from executors.platforms.on_hf_jobs.executor import ended
 from executors.platforms.on_host.executor import LocalProcessExecutor
@@ -22,7 +22,7 @@ from tests.support.world import World
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 KILLED = {"exit_code": -9, "reason": "killed by SIGKILL", "value": None, "tail": []}
-STARVED = {**KILLED, "reason": oom.TEXT}
+STARVED = {**KILLED, "reason": oom_words.TEXT}
 
 
 def rented(executor: str) -> Handle:
@@ -73,26 +73,26 @@ def test_each_kill_explains_one_death() -> None:
     found = oom.Kills(lambda: count[0])
     assert not found.explain(-9)
     count[0] = 3
-    assert not found.explain(1) and found.explain(-9).startswith(oom.TEXT) and not found.explain(-9)
+    assert not found.explain(1) and found.explain(-9).startswith(oom_words.TEXT) and not found.explain(-9)
     count[0] = 4
-    assert found.explain(None).startswith(oom.UNSEEN) and not found.explain(None)
+    assert found.explain(None).startswith(oom_words.UNSEEN) and not found.explain(None)
 
 
 def test_the_numbers_that_are_known_are_said(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("4:memory:/a\n")
-    assert oom.memory_words(tmp_path, own) == ""
+    assert oom_words.memory_words(oom.count_files(tmp_path, own)) == ""
     (tmp_path / "memory/a").mkdir(parents=True)
     (tmp_path / "memory/a/memory.limit_in_bytes").write_text("4294967296\n")
     (tmp_path / "memory/a/memory.max_usage_in_bytes").write_text("4187593113\n")
-    assert oom.memory_words(tmp_path, own) == "3.9 GiB used at most, of 4 GiB"
+    assert oom_words.memory_words(oom.count_files(tmp_path, own)) == "3.9 GiB used at most, of 4 GiB"
     (tmp_path / "memory/a/memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert oom.memory_words(tmp_path, own) == "3.9 GiB used at most"
+    assert oom_words.memory_words(oom.count_files(tmp_path, own)) == "3.9 GiB used at most"
     own.write_text("0::/c\n")
     (tmp_path / "c").mkdir()
     (tmp_path / "c/memory.max").write_text("max\n")
     (tmp_path / "c/memory.peak").write_text("1073741824\n")
-    assert oom.memory_words(tmp_path, own) == "1 GiB used at most"
+    assert oom_words.memory_words(oom.count_files(tmp_path, own)) == "1 GiB used at most"
 
 
 @pytest.mark.skipif(not os.access(GROUPS, os.W_OK) or os.geteuid() != 0, reason="no cgroup of our own")
@@ -112,7 +112,9 @@ def test_a_replica_that_the_kernel_kills_at_its_memory_limit(tmp_path: Path) -> 
     finally:
         group.rmdir()
     end = read_end(done.stdout.splitlines())
-    assert end is not None and end["exit_code"] == -9 and end["reason"].startswith(oom.TEXT), done.stdout + done.stderr
+    assert end is not None and end["exit_code"] == -9 and end["reason"].startswith(oom_words.TEXT), (
+        done.stdout + done.stderr
+    )
     status = ended(rented("hf-jobs"), HubJob("7", "r00", 1, "ERROR", "exit 137"), done.stdout.splitlines())
     assert (status.state, status.exit_code) == (State.FAILED, -9)
 
@@ -214,11 +216,11 @@ def test_a_kill_that_takes_the_fork_server_along_has_words(tmp_path: Path, monke
     for pid in (executor._children._server._process.pid, handle.pid):
         os.kill(pid, signal.SIGKILL)
     (result,) = executor.collect([handle], timeout=120)
-    assert result.state is State.FAILED and result.reason.startswith(oom.UNSEEN), result
+    assert result.state is State.FAILED and result.reason.startswith(oom_words.UNSEEN), result
     assert "2 processes killed for it here so far" in result.reason
     server = executor._children._server
     died = [server._how_it_died() for _ in range(3)]  # every error that speaks of it has the same words
-    assert died[0].startswith(f"has died: {oom.TEXT}") and len(set(died)) == 1, died
+    assert died[0].startswith(f"has died: {oom_words.TEXT}") and len(set(died)) == 1, died
     executor.close()
 
 

@@ -20,7 +20,8 @@ from executors.platforms.on_sky import SkyExecutor
 from executors.platforms.on_slurm.executor import SlurmExecutor
 from executors.platforms.places import Place, mixed_executor
 from executors.supervision.notices.messages import message_lines
-from executors.supervision.outage import REPORT_S, Outages
+from executors.supervision.outage import Outages
+from executors.supervision.silence import REPORT_S
 from executors.supervision.supervisor import Supervisor
 from rendezvous import layout
 from rendezvous.agreement.membership import read_beat
@@ -289,7 +290,7 @@ def test_an_end_is_told_only_once_the_token_may_read_its_last_lines(hub, tmp_pat
 @pytest.mark.timeout(600)
 def test_a_token_that_is_revoked_in_mid_run_ends_nothing_and_status_says_so(tmp_path, hub, s3, capsys, monkeypatch):
     """Three replicas; the Hub refuses the token for 40 s, and one job is killed meanwhile."""
-    monkeypatch.setattr("executors.supervision.outage.REFUSED_PAUSE_S", 4.0)
+    monkeypatch.setattr("executors.supervision.silence.REFUSED_PAUSE_S", 4.0)
     run, seen = founded(tmp_path, s3), dict[str, Any]()
 
     def meddle(supervisor: Supervisor, report) -> None:

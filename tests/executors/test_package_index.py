@@ -78,5 +78,5 @@ def test_a_quote_tells_a_mistyped_package_before_its_price(monkeypatch: pytest.M
     monkeypatch.setattr("executors.preflight.needs.task_packages.pip_versions", lambda name: [])
     asked = StartRequest("s3://bucket/run", PlaceRequest(executor="modal", gpu=("T4",), pip=("jugde",)))
     config = RunConfig("run", inner=InnerConfig())
-    lines = quote.quote_start(asked, config, 2, wanted=quote.Wanted(), spent=quote.Costs()).lines()
+    lines = quote.quote_start(asked, config, 2, wanted=quote.Wanted(), is_new=True).lines()
     assert lines[-2].startswith("pip finds no package 'jugde'") and "per hour" in lines[-1]

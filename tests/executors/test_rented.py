@@ -457,7 +457,7 @@ def test_a_wanted_slot_that_is_not_started_says_why(world):
     write_control(world.run.store, world.clock, max_usd=0.5)
     world.pass_time(3)
     world.cloud.price = 400.0
-    world.supervisor._spend_limit._prices.clear()
+    world.supervisor._limit._prices.clear()
     world.cloud.end("r01", None, State.LOST)
     world.pass_time(100)
     assert not [t for t in status_table(world.report(), world.clock.wall()) if "neither running" in t]

@@ -20,7 +20,8 @@ from diloco.runlog.reader import SUPERVISOR, Report, read_report
 from diloco.runlog.summary import checks
 from executors.platforms.base import State
 from executors.platforms.on_host.executor import LocalProcessExecutor, newest_claims
-from executors.supervision.lease import Lease, Supervised, supervisor_of
+from executors.supervision.holder import supervisor_of
+from executors.supervision.lease import Lease, Supervised
 from executors.supervision.shutdown import Patience, stop_run
 from executors.supervision.slots.plan import Limits
 from executors.supervision.slots.slot_state import LOST_LEASE

@@ -18,8 +18,8 @@ import torch
 from diloco.runlog.reader import read_report
 from diloco.runlog.summary import actor_words
 from inner.train.trainer import LESSONS
+from rendezvous.records.judgements import RolloutVerdict
 from rendezvous.records.records import decode_or_none
-from rendezvous.records.rollouts import RolloutVerdict
 from rendezvous.stores.open import open_store
 from tests.inner.test_channels import world_pairs
 from tests.inner.test_toolworld import small_folder

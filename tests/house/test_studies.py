@@ -17,7 +17,8 @@ from diloco.replica.replica import REJOIN_WARMUP, share_of
 from diloco.run.config import derive_seed
 from diloco.run.record import read_run
 from inner import InnerLoop, Seeds, build_inner
-from inner.rollouts.bundle import Bundle
+from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.recording.unpack import unpack
 from tests.inner.test_acting import a_loop, sampled
 from tests.support.fleet import Fleet
 from tests.support.study_trials import count_to_seed
@@ -427,7 +428,7 @@ def test_a_rule_is_decided_by_its_bound_at_four_replicas_and_by_its_worst_other_
 def bundle() -> Bundle:
     """Of the weights that will train on it."""
     ((_, body),) = sampled().bodies.items()
-    return Bundle.unpack(body)
+    return unpack(body)
 
 
 def likelier(bundle: Bundle, factor: float, tokens: int) -> Bundle:

@@ -13,10 +13,10 @@ from diloco.run.combinations import prepared_for_actors, refuse_actors
 from diloco.run.config import ConfigError, RunConfig
 from inner.data.order import Share
 from inner.errors import InnerError
-from inner.rollouts import drift
-from inner.rollouts.acting import Sampler
-from inner.rollouts.bundle import Bundle
-from inner.rollouts.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recording import drift
+from inner.rollouts.recording.acting import Sampler
+from inner.rollouts.recording.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recording.unpack import restore, unpack
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_recorded import Kept
@@ -70,7 +70,7 @@ def test_rollouts_of_the_same_weights_count_as_they_are() -> None:
     assert numbers["importance_ratio_min"] == pytest.approx(1, abs=1e-5)
     assert numbers["importance_ratio_max"] == pytest.approx(1, abs=1e-5)
     (place, body), plain = *kept.bodies.items(), Kept()
-    plain.bodies[place] = replace(Bundle.unpack(body), logprobs=None).pack()
+    plain.bodies[place] = replace(unpack(body), logprobs=None).pack()
     without, uncorrected = trained(plain)
     assert "importance_ratio" not in without
     assert numbers["grad_norm"] == pytest.approx(without["grad_norm"], rel=1e-4)
@@ -84,9 +84,9 @@ def test_the_replica_goes_on_with_other_random_numbers_than_the_actor() -> None:
     for generation in range(3):
         bundle = actor.sample(SHARE, generation)
         ours = torch.rand(4).tolist()
-        bundle.random.restore()
+        restore(bundle.random)
         drawn += [ours, torch.rand(4).tolist()]
-        bundle.random.restore()
+        restore(bundle.random)
         assert torch.rand(4).tolist() == drawn[-1]
     assert len({tuple(numbers) for numbers in drawn}) == 6
 
@@ -104,7 +104,7 @@ def test_the_loss_is_weighed_by_the_ratio_and_at_most_two(monkeypatch: pytest.Mo
 def shifted(kept: Kept, likelier: float) -> Kept:
     """Return the bundle as if its weights had given each token a `likelier` times smaller probability."""
     ((place, body),) = kept.bodies.items()
-    bundle, other = Bundle.unpack(body), Kept()
+    bundle, other = unpack(body), Kept()
     assert bundle.logprobs is not None
     other.bodies[place] = replace(
         bundle, logprobs=[[x - math.log(likelier) for x in row] for row in bundle.logprobs]
@@ -128,7 +128,7 @@ def test_the_drift_counts_the_models_own_tokens(settings: dict[str, Any]) -> Non
     loop = a_loop(**settings)
     record_rollouts(loop.trainer, Kept())
     ((_, body),) = sampled(**settings).bodies.items()
-    bundle = Bundle.unpack(body)
+    bundle = unpack(body)
     assert drift.drift_of(loop.trainer, bundle) == pytest.approx(0, abs=1e-5)
     with torch.no_grad():
         for parameter in loop.model.parameters():
@@ -149,7 +149,7 @@ def test_an_actor_says_the_log_probs_of_rollouts_that_the_loss_leaves_out() -> N
     short = {"sampling": {"max_completion_length": 17}}  # ToolWorld's second turn is cut off
     masked, whole = (sampled(**short, trl={"mask_truncated_completions": mask}) for mask in (True, False))
     ((_, ours),), ((_, theirs),) = masked.bodies.items(), whole.bodies.items()
-    found, expected = Bundle.unpack(ours), Bundle.unpack(theirs)
+    found, expected = unpack(ours), unpack(theirs)
     assert found.ids == expected.ids and any(len(ids) == 17 for ids in found.ids)
     for one, other in zip(found.logprobs or [], expected.logprobs or [], strict=True):
         assert one == pytest.approx(other, abs=1e-5)
@@ -162,7 +162,7 @@ def test_an_actor_says_the_log_probs_of_rollouts_that_the_loss_leaves_out() -> N
 def test_log_probs_that_are_none_are_refused(bad: float) -> None:
     kept = sampled()
     ((place, body),) = kept.bodies.items()
-    bundle = Bundle.unpack(body)
+    bundle = unpack(body)
     assert bundle.logprobs is not None
     kept.bodies[place] = replace(bundle, logprobs=[[bad] * len(ids) for ids in bundle.ids]).pack()
     trained(kept)
@@ -175,7 +175,7 @@ def test_a_few_tokens_may_have_no_log_prob_where_vllm_samples_and_not_all() -> N
     record_rollouts(loop.trainer, Kept())
     loop.trainer.use_vllm = True
     ((_, body),) = sampled().bodies.items()
-    bundle = Bundle.unpack(body)
+    bundle = unpack(body)
     rows = [list(row) for row in bundle.logprobs or []]
     rows[0][0] = math.nan
     assert drift.why_uncorrected(loop.trainer, replace(bundle, logprobs=rows)) == ""

@@ -23,10 +23,10 @@ from inner.extras.agents.chat import Chat, template_messages
 from inner.extras.agents.conversation import Conversation, TooLong
 from inner.extras.agents.desk import Desk
 from inner.extras.agents.endpoint import HUNG_UP, Endpoint, RequestRefused, completion
-from inner.rollouts.acting import Sampler
-from inner.rollouts.bundle import Bundle
 from inner.rollouts.call_forms import ASKED, TOOLS, set_call_form
-from inner.rollouts.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recording.acting import Sampler
+from inner.rollouts.recording.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recording.unpack import unpack
 from tests.inner.test_recorded import Kept
 from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted import call_ids, questions, real_tokenizer, scripted_folder
@@ -750,7 +750,7 @@ def test_a_rollout_without_a_reply_can_be_recorded(tmp_path: Path, answers: None
     record_rollouts(loop.trainer, kept)
     take(loop)
     (body,) = kept.bodies.values()
-    assert [0] in [list(row) for row in Bundle.unpack(body).mask or ()]
+    assert [0] in [list(row) for row in unpack(body).mask or ()]
 
 
 # ---------------------------------------------------------------- channels beside the policy loss

@@ -23,7 +23,7 @@ from inner.extras.engines.llama import LlamaEngine, permuted, write_adapter
 from inner.extras.engines.mlx import MlxEngine, longrope_fault, rotary_settings, window_of
 from inner.extras.engines.sampling import DrawSettings, adapter_tensors, sample_with
 from inner.extras.engines.server import AdapterServer
-from inner.rollouts.acting import Sampler
+from inner.rollouts.recording.acting import Sampler
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner, publish_model
 from tests.inner.test_acting import SHARE

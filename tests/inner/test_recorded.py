@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from inner.rollouts.bundle import Bundle, RandomStates
-from inner.rollouts.recorded import BundlePlace, _begins_as, record_rollouts
+from inner.rollouts.recording.bundle import Bundle, RandomStates
+from inner.rollouts.recording.found import _begins_as
+from inner.rollouts.recording.recorded import BundlePlace, record_rollouts
+from inner.rollouts.recording.unpack import restore, unpack
 from inner.rollouts.rollout_states import bundle_rollouts
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
@@ -37,7 +39,7 @@ class Kept:
         body = self.bodies.get(place)
         if body is None:
             return None
-        bundle = Bundle.unpack(body)
+        bundle = unpack(body)
         if why := unfit(bundle):
             self.refused.append(why)
             return None
@@ -115,7 +117,7 @@ def test_rollouts_that_come_later_than_another_process_s_leave_no_trace() -> Non
     """Their rewards and lengths are in no metric, since they are not trained on."""
     kept, late = Kept(), Kept()
     first, numbers = trained(2, kept)
-    late.put = lambda place, made, unfit: Bundle.unpack(kept.bodies[place])
+    late.put = lambda place, made, unfit: unpack(kept.bodies[place])
     second, also = trained(2, late, noise=9)
     assert torch.equal(first, second) and also == pytest.approx(numbers)
 
@@ -123,7 +125,7 @@ def test_rollouts_that_come_later_than_another_process_s_leave_no_trace() -> Non
 def a_bundle() -> tuple[Bundle, Kept]:
     kept = Kept()
     kept.bodies.update(recorded_once())
-    return Bundle.unpack(kept.bodies[BundlePlace(0, 0, 0)]), kept
+    return unpack(kept.bodies[BundlePlace(0, 0, 0)]), kept
 
 
 @cache
@@ -140,7 +142,7 @@ def one_step_alone() -> torch.Tensor:
 
 def test_bytes_tell_what_was_packed() -> None:
     bundle, kept = a_bundle()
-    again = Bundle.unpack(bundle.pack())
+    again = unpack(bundle.pack())
     assert again.pack() == bundle.pack() == kept.bodies[BundlePlace(0, 0, 0)]
     assert again.mask is not None and len(again.ids) == 16 and again.logprobs is None
     assert any(0 in mask for mask in again.mask) and again.calls[0] > 0
@@ -217,7 +219,7 @@ def test_its_texts_can_be_read_without_torch_and_without_known_secrets() -> None
 def test_torn_bytes_are_no_bundle(cut: int) -> None:
     bundle, _ = a_bundle()
     with pytest.raises(ValueError, match="not a bundle"):
-        Bundle.unpack(bundle.pack()[:cut])
+        unpack(bundle.pack()[:cut])
 
 
 def test_hostile_bytes_are_no_bundle() -> None:
@@ -228,9 +230,9 @@ def test_hostile_bytes_are_no_bundle() -> None:
     for name, tensor in (("lengths", tensors["lengths"] + 1), ("rewards", tensors["rewards"][:3])):
         changed = {**tensors, name: tensor}
         with pytest.raises(ValueError, match="not a bundle"):
-            Bundle.unpack(st.save(changed, {"bundle": "{}"}))
+            unpack(st.save(changed, {"bundle": "{}"}))
     with pytest.raises(ValueError, match="not a bundle"):
-        Bundle.unpack(st.save(tensors, {"other": "{}"}))
+        unpack(st.save(tensors, {"other": "{}"}))
 
 
 def again(bundle: Bundle, said: dict[str, Any] | None = None, **tensors: torch.Tensor | None) -> Bundle:
@@ -241,7 +243,7 @@ def again(bundle: Bundle, said: dict[str, Any] | None = None, **tensors: torch.T
     header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
     words = json.loads(header["__metadata__"]["bundle"]) | (said or {})
     kept = {name: tensor for name, tensor in {**st.load(body), **tensors}.items() if tensor is not None}
-    return Bundle.unpack(st.save(kept, {"bundle": json.dumps(words)}))
+    return unpack(st.save(kept, {"bundle": json.dumps(words)}))
 
 
 def some_rollouts(**changes: Any) -> Bundle:
@@ -281,7 +283,7 @@ def test_what_a_trainer_may_have_made_can_be_read() -> None:
         some_rollouts(logprobs=[[None, -1.0, -1.0], [-1.0] * 3]),  # an engine had none for a token
     ):
         assert again(made).pack() == made.pack()
-        again(made).random.restore()
+        restore(again(made).random)
     assert again(some_rollouts(), mask=numbers(1, 0, 1, 1, 0, 1, dtype=torch.bool)).mask == [[1, 0, 1]] * 2
 
 
@@ -413,4 +415,4 @@ def test_an_environment_is_not_reset_for_recorded_rollouts(tmp_path: Path) -> No
         found.append((torch.cat([p.detach().flatten() for p in loop.model.parameters()]), resets))
     (first, resets), (second, then) = found
     assert torch.equal(first, second) and resets == then == 16
-    assert kept.found and Bundle.unpack(next(iter(kept.bodies.values()))).prompts[3][0]["content"] == "op0 3 4 (try 4)"
+    assert kept.found and unpack(next(iter(kept.bodies.values()))).prompts[3][0]["content"] == "op0 3 4 (try 4)"

@@ -21,6 +21,7 @@ from rendezvous.engine.rendezvous import Rendezvous, no_emit
 from rendezvous.engine.snapshot_duty import SnapshotDuty
 from rendezvous.errors import StoreRefused
 from rendezvous.keeping.budget import Window
+from rendezvous.keeping.collected import refuse_collected
 from rendezvous.keeping.garbage import (
     Collected,
     Collector,
@@ -28,7 +29,6 @@ from rendezvous.keeping.garbage import (
     blobs_before,
     look_again,
     parse_blob_key,
-    refuse_collected,
     sweep_ended_run,
     two_newest,
 )

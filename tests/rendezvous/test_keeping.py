@@ -23,10 +23,10 @@ from rendezvous.keeping.budget import (
     largest_window,
     parts_of,
     snapshot_period,
-    thin_snapshots,
 )
 from rendezvous.keeping.garbage import Collector
 from rendezvous.keeping.reach import Reach, read_reach
+from rendezvous.keeping.thinning import thin_snapshots
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit, Listed, Mean
 from rendezvous.records.tensors import TensorFile

@@ -24,8 +24,8 @@ from diloco.actor.places import Pace, Speed
 from diloco.process.data_position import counted_inner_steps, read_offers, uncounted_sessions
 from diloco.replica.door import DoorFinding, RolloutDoor
 from diloco.replica.rollouts import UNLUCKY, BucketPlaces
-from inner.rollouts.bundle import Bundle, RandomStates
-from inner.rollouts.recorded import BundlePlace, TooFar
+from inner.rollouts.recording.bundle import Bundle, RandomStates, TooFar
+from inner.rollouts.recording.recorded import BundlePlace
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.background import in_turn

@@ -12,13 +12,14 @@ from typing import Any
 from diloco.actor import actor as acting_process
 from diloco.actor import places as actor_places
 from diloco.actor.actor import Actor
-from diloco.replica import rollouts
+from diloco.replica import found_rollouts
 from diloco.replica.door import RolloutDoor
 from diloco.replica.rollouts import BucketPlaces
-from inner.rollouts.bundle import Bundle
+from inner.rollouts.recording import unpack as unpacking
+from inner.rollouts.recording.bundle import Bundle
 from rendezvous.errors import KeyExists, StoreUnclear
+from rendezvous.records.judgements import RolloutVerdict
 from rendezvous.records.records import WireError
-from rendezvous.records.rollouts import RolloutVerdict
 from rendezvous.store import put_once
 from tests.sim import acting
 from tests.sim.acting import calm_acted, draw_acted
@@ -84,17 +85,17 @@ class NeverAhead(int):
 
 def read_as(change: Callable[[Any], dict[str, Any]]) -> Callable[[], list[Patch]]:
     """A reader that takes some of a record's fields for others."""
-    true = rollouts.read_record
+    true = found_rollouts.read_record
 
     def read(body: bytes) -> Any:
         record, payload = true(body)
         return replace(record, **change(record)), payload
 
-    return attr(rollouts, "read_record", read)
+    return attr(found_rollouts, "read_record", read)
 
 
-def blind_to_logprobs(body: bytes, unpack: Any = Bundle.unpack) -> Bundle:
-    bundle = unpack(body)
+def blind_to_logprobs(body: bytes, true: Any = unpacking.unpack) -> Bundle:
+    bundle = true(body)
     return replace(bundle, logprobs=bundle.logprobs or [])
 
 
@@ -143,13 +144,13 @@ def waits(places: Any, place: Any, unfit: Any, look: Any = BucketPlaces._look) -
 
 
 def lists_first(places: Any, place: Any, unfit: Any, look: Any = BucketPlaces._look) -> Bundle | None:
-    places.store.list(f"rollouts/{places._slot}/{place.generation:010d}/")
+    places.store.list(f"rollouts/{places.slot}/{place.generation:010d}/")
     return look(places, place, unfit)
 
 
 def takes_whatever(places: Any, place: Any, body: bytes, unfit: Any) -> Any:
     try:
-        return Bundle.unpack(bytes(rollouts.read_record(body)[1]))
+        return unpacking.unpack(bytes(found_rollouts.read_record(body)[1]))
     except (WireError, ValueError):
         return None
 
@@ -198,7 +199,7 @@ def believed(*_: Any) -> Any:
 
 def staler(places: Any, *args: Any, init: Any = BucketPlaces.__init__, **named: Any) -> None:
     init(places, *args, **named)
-    places._staleness += 5
+    places.staleness += 5
 
 
 def of_actors(change: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
@@ -213,8 +214,8 @@ P = BucketPlaces
 ACTED_BUGS: dict[str, Bug] = {
     "any run's bundle": Bug(read_as(lambda record: {"run": acting.RUN}), broken_actors),
     "any slot's bundle": Bug(read_as(lambda record: {"slot": Anything(record.slot)}), broken_actors),
-    "a torn bundle": Bug(attr(rollouts, "is_whole", lambda *_: True), broken_actors),
-    "a bundle without log-probs": Bug(attr(rollouts.Bundle, "unpack", blind_to_logprobs), broken_actors),
+    "a torn bundle": Bug(attr(found_rollouts, "is_whole", lambda *_: True), broken_actors),
+    "a bundle without log-probs": Bug(attr(found_rollouts, "unpack", blind_to_logprobs), broken_actors),
     "a replica forgets S": Bug(attr(P, "__init__", staler), broken_actors),
     "weights of the future": Bug(read_as(of_actors(lambda r: {"step": NeverAhead(r.step)})), broken_actors),
     "a session's older bundle": Bug(read_as(of_sessions(lambda r: {"step": NeverOld(r.step)})), deadly, first=1),

@@ -28,7 +28,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.engine.sharded import ShardedMean
 from rendezvous.errors import KeyExists, RendezvousError, StoreUnclear
 from rendezvous.keeping import budget as keeping
-from rendezvous.keeping import garbage
+from rendezvous.keeping import collected, garbage
 from rendezvous.keeping.budget import Window
 from rendezvous.means import announcements
 from rendezvous.means import bodies as body_reader
@@ -528,7 +528,7 @@ BUGS: dict[str, Bug] = {
     "a budget that bounds nothing": Bug(attr(keeping, "_reach_back", lambda end, room, sizes: (0, room)), thrifty),
     "early GC, by a snapshot": Bug(attr(garbage, "blobs_before", a_snapshot_early), sweeping),
     "early GC, newest snapshot": Bug(attr(garbage, "two_newest", newest_is_the_floor), sweeping),
-    "collected is taken for lost": Bug(attr(garbage, "refuse_collected", nothing), sweeping),
+    "collected is taken for lost": Bug(attr(collected, "refuse_collected", nothing), sweeping),
     "bytes are not verified": Bug(
         lambda: [patch.object(m, "fetch_checked", trusting) for m in FETCHERS], rotting, first=1
     ),

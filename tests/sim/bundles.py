@@ -24,8 +24,8 @@ from xxhash import xxh3_128_hexdigest as xxh3
 from tests.sim.replica import Process
 
 if TYPE_CHECKING:
-    from inner.rollouts.bundle import Bundle
-    from inner.rollouts.recorded import BundlePlace
+    from inner.rollouts.recording.bundle import Bundle
+    from inner.rollouts.recording.recorded import BundlePlace
     from rendezvous.records.records import Commit
     from tests.sim.simulate import World
 

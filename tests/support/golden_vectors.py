@@ -29,7 +29,8 @@ from rendezvous.clock import SystemClock
 from rendezvous.means.reduce import Reducer, Rules
 from rendezvous.records import records
 from rendezvous.records.digests import SHA256, digest
-from rendezvous.records.rollouts import LateReward, Rollouts, RolloutVerdict
+from rendezvous.records.judgements import LateReward, RolloutVerdict
+from rendezvous.records.rollouts import Rollouts
 from rendezvous.records.wire import Encoder, as_bytes, codec_alignment, shard_grid
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import Seal, sign_record

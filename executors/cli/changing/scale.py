@@ -17,8 +17,9 @@ from executors.cli.opening import finished_words
 from executors.platforms.places import places_of
 from executors.preflight.quote import Quote, make_offer, slots_of
 from executors.preflight.run_url import UsageError
-from executors.supervision.costs import Budget, Costs
-from executors.supervision.lease import supervisor_of
+from executors.supervision.costs import Costs
+from executors.supervision.holder import supervisor_of
+from executors.supervision.money.budget import Budget
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, read_control, write_control
 from rendezvous.clock import Clock

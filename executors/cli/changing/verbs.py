@@ -50,8 +50,9 @@ def add_verbs(verbs: Any) -> None:
 def _scale(args: Namespace, run: "Run") -> Answer:
     from executors.cli.changing import scale
     from executors.preflight.quote import spent_so_far
+    from executors.supervision.costs import Costs
 
-    offer = scale.growth_quote(run, args.replicas, args.min_replicas, args.actors, spent_so_far(run.url))
+    offer = scale.growth_quote(run, args.replicas, args.min_replicas, args.actors, spent_so_far(run.url) or Costs())
     if offer is not None and not agree_on_price(offer, args.yes):
         return Answer(code=DECLINED)
     lines = scale.scale(run, SystemClock(), args.replicas, args.min_replicas, args.actors)

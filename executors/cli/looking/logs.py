@@ -31,7 +31,7 @@ from executors.platforms.on_host.executor import process_folder
 from executors.platforms.places import build_executor
 from executors.preflight.quote import slots_of
 from executors.preflight.run_url import UsageError
-from executors.supervision.lease import supervisor_of
+from executors.supervision.holder import supervisor_of
 from executors.supervision.slots.slot_state import handle_in, is_from_launch
 from rendezvous import layout
 from rendezvous.agreement.membership import Wanted, newest_claim

@@ -42,7 +42,7 @@ from diloco.units import dollars, duration
 from diloco.views.overview import SessionRow, rows_to_show, session_rows, silent_s, unclaimed_names
 from executors.cli.answers import wrap_line
 from executors.supervision.costs import Costs
-from executors.supervision.lease import still_holding
+from executors.supervision.holder import still_holding
 from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import all_troubles, is_listening, message_lines
 from inner.printable import printable

@@ -19,7 +19,7 @@ from diloco.run.founding import file_records, list_differences
 from diloco.run.record import RunRecord, Superseded, is_superseded, url_below
 from executors.preflight.run_url import UsageError
 from executors.supervision.grace import GRACE_S
-from executors.supervision.lease import supervisor_of
+from executors.supervision.holder import supervisor_of
 from executors.supervision.shutdown import stop_run
 from rendezvous import layout
 from rendezvous.clock import Clock

@@ -31,8 +31,9 @@ from executors.platforms.base import FleetExecutor, Handle
 from executors.platforms.machine.logfile import LogFile
 from executors.platforms.on_host.executor import make_process_folder
 from executors.platforms.places import build_executor
+from executors.supervision.holder import living_supervisor
 from executors.supervision.hosted import start_hosted
-from executors.supervision.lease import WATCHING, Lease, Supervised, living_supervisor
+from executors.supervision.lease import FRESH_S, WATCHING, Lease, Supervised
 from executors.supervision.supervisor import Outcome
 from rendezvous.agreement.membership import newest_claim, read_beat, read_control
 from rendezvous.clock import Clock, SystemClock
@@ -89,7 +90,7 @@ def detach_answer(run: Run, url: str) -> Answer:
 def hand_over(run: Run, clock: Clock, say: Callable[[str], None]) -> Handover:
     """Start a supervisor unless one is alive; return when it supervises, has ended, or is silent for too long."""
     before = read_beat(run.store, SUPERVISOR)
-    if (other := living_supervisor(run.store, clock)) is not None:
+    if (other := living_supervisor(run.store, clock, FRESH_S)) is not None:
         who = f"process {other.pid} on {host_words(other.host)}"
         return Handover(f"{who} supervises this run already; it follows your changes", 0)
     executor = build_executor(read_control(run.store).places)

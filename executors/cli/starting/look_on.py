@@ -11,7 +11,7 @@ from diloco.runlog.reader import Reader
 from diloco.runlog.scope import STATUS
 from diloco.runlog.sessions import end_words
 from executors.cli.looking.lines import StatusView
-from executors.supervision.lease import supervisor_of
+from executors.supervision.holder import supervisor_of
 from executors.supervision.supervisor import Outcome
 from rendezvous.clock import Clock
 

@@ -18,7 +18,6 @@ from executors.cli.opening import finished_words
 from executors.cli.starting.again import both_records
 from executors.preflight import outlook, quote, run_url
 from executors.preflight.checks import Checked
-from executors.supervision.costs import Costs
 from rendezvous import layout
 from rendezvous.agreement.membership import read_control
 from rendezvous.stores.open import folder_of
@@ -34,14 +33,14 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     """Return an answer that describes the processes that `train` would start, and their price."""
     places = quote.wanted_places(asked.places, bucket.wanted.places)
     named = replace(asked, url=outlook.stand_in_url(asked.url, places))
-    spent = None if bucket.url and not bucket.note else Costs()
-    offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, spent=spent)
+    is_new = not bucket.url or bool(bucket.note)
+    offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, is_new=is_new)
     replicas = asked.fleet.replicas or config.fleet.replicas
     steps = asked.fleet.steps or config.fleet.steps
     devices = min(place.devices for place in places if not place.actors)  # fewest devices: most bytes per device
     sizes = outlook.size_lines(config, replicas, steps, devices)
     rate = outlook.rate_line(config, replicas)
-    there = existing_run(config, asked.url, steps) if spent is None else []
+    there = existing_run(config, asked.url, steps) if not is_new else []
     notes = [note for note in (*checked.notes, bucket.note, *there) if note]
     data = {"run": asked.url, **offer.to_dict(), "learning_rate": rate, "sizes": sizes, "notes": notes}
     lines = [*offer.lines(), rate, *sizes, *notes, "nothing was started"]

@@ -7,17 +7,18 @@
 Not promised: the same places, if you name others.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.run.founding import refuse_unfit
+from diloco.run.founding import refuse_fewer_steps, refuse_unfit
 from diloco.run.record import Run, read_run
 from executors.cli.answers import DECLINED, Answer, agree_on_price, say
 from executors.cli.opening import finished_words
 from executors.platforms.places import are_places
 from executors.preflight import quote
 from executors.preflight.run_url import UsageError
-from rendezvous.agreement.membership import Wanted, read_control, refuse_lost
-from rendezvous.clock import SystemClock
+from rendezvous.agreement.membership import Wanted, read_control, refuse_lost, write_control
+from rendezvous.clock import Clock, SystemClock
 from rendezvous.stores.open import open_store
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def resume(asked: "StartRequest") -> Answer | tuple[Run, Wanted]:
     offer = quote.quote_start(asked, run.config, wanted.replicas)
     if not agree_on_price(offer, asked.yes):
         return Answer(code=DECLINED)
-    quote.write_desired(run, SystemClock(), **asked.fleet.told())
+    write_desired(run, SystemClock(), **asked.fleet.told())
     quote.write_quote(run.store, SystemClock(), offer)
     return run, read_control(run.store)
 
@@ -55,3 +56,15 @@ def refuse_places(run: Run, asked: "StartRequest", wanted: Wanted) -> None:
 
     for fault in place_faults(run.config, asked.url, places, is_new=False):
         raise UsageError(fault)
+
+
+def write_desired(run: Run, clock: Clock, **changed: int) -> None:
+    """Write this desired state, and let the fleet continue: stopped and drained slots start again."""
+    wanted = read_control(run.store)
+    fleet = {"replicas": wanted.replicas, "steps": wanted.steps, "min_replicas": wanted.min_replicas, **changed}
+    replace(run.config.fleet, **{k: v for k, v in fleet.items() if v})  # checks the values together
+    news = {k: v for k, v in changed.items() if getattr(wanted, k) != v}
+    if "steps" in news:
+        refuse_fewer_steps(run.store, changed["steps"])
+    if news or wanted.stop or wanted.drains:
+        write_control(run.store, clock, **news, resume=wanted.stop or bool(wanted.drains))

@@ -45,7 +45,7 @@ def write_bundle(run: Run, step: int, to: Path) -> list[str]:
     now = SystemClock().wall()
     write_page(report, run.store, to, now)
     with suppress(ConfigError):  # a run that logs no rollouts
-        freeze(run.store, to / ROLLOUTS, run.record.nonce)
+        freeze(run.store, to / ROLLOUTS, run.record.nonce, sampled=True)
     (to / CARD).write_text(card(report, step, to, now), encoding="utf-8")
     return [name for name in (CARD, "report.html", ROLLOUTS) if (to / name).exists()]
 

@@ -19,12 +19,6 @@ from pathlib import Path
 
 WORDS = re.compile(r"\boom\b|oom[-_ ]?kill|out[-_ ]of[-_ ]memory|memory_\w*eviction|cannot allocate memory", re.I)
 COUNT = re.compile(r"^oom_kill (\d+)$", re.M)
-TEXT = "killed by SIGKILL: out of memory (the kernel ended it at the memory limit; raise that, or use less per step)"
-UNSEEN = "killed, and its fork server with it: out of memory (the kernel ended them; use less memory per step)"
-AMOUNTS = {  # file with the count of kills -> files beside it with the peak memory and the limit
-    "memory.events": ("memory.peak", "memory.max"),
-    "memory.oom_control": ("memory.max_usage_in_bytes", "memory.limit_in_bytes"),
-}
 CGROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 
@@ -41,7 +35,7 @@ def from_outside(exit_code: int | None, *texts: str) -> bool:
 
 def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
     """Return how many processes of our cgroup the kernel has killed for memory; None if no file shows it."""
-    for path in _count_files(root, own):
+    for path in count_files(root, own):
         try:
             found = COUNT.search(path.read_text())
         except OSError:
@@ -51,24 +45,7 @@ def count_kills(root: Path = CGROUPS, own: Path = OWN) -> int | None:
     return None
 
 
-def memory_words(root: Path = CGROUPS, own: Path = OWN) -> str:
-    """Return the known numbers of our cgroup: "3.9 GiB used at most, of 4.0 GiB"."""
-    for path in _count_files(root, own):
-        most, limit = (_gibibytes(path.parent / name) for name in AMOUNTS[path.name])
-        if most or limit:
-            return ", of ".join(filter(None, [most and f"{most} used at most", limit]))
-    return ""
-
-
-def _gibibytes(path: Path) -> str:
-    try:
-        number = int(path.read_text())
-    except (OSError, ValueError):  # "max": no limit; v1 gives a huge number instead
-        return ""
-    return f"{number / 2**30:.2g} GiB" if number < 1 << 50 else ""
-
-
-def _count_files(root: Path, own: Path) -> list[Path]:
+def count_files(root: Path, own: Path) -> list[Path]:
     """Return the files that may have the count: in our own cgroup, or in the root that a container sees."""
     try:
         lines = own.read_text().splitlines()
@@ -94,5 +71,6 @@ class Kills:
         if exit_code not in (None, -signal.SIGKILL) or count <= self._explained:
             return ""
         self._explained += 1
-        numbers = [f"{count} processes killed for it here so far", memory_words()]
-        return "; ".join([UNSEEN if exit_code is None else TEXT, *filter(None, numbers)])
+        from executors.platforms.machine.oom_words import kill_words
+
+        return kill_words(exit_code, count, count_files(CGROUPS, OWN))

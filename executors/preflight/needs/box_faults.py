@@ -22,7 +22,7 @@ from executors.platforms import FAR
 from executors.platforms.places import Place
 from executors.preflight.place_faults import about_sandbox, may_bring
 from executors.preflight.run_url import UsageError
-from executors.supervision.costs import Budget
+from executors.supervision.money.budget import Budget
 from inner.errors import InnerError
 from inner.settings.inner import InnerConfig
 from inner.settings.task import SamplingSettings

@@ -51,8 +51,15 @@ def idle_devices(place: Place) -> str:
     )
 
 
-def ranks_fault(config: RunConfig, place: Place) -> str:
-    return rank_fault(config, place.devices) if place.devices > 1 and not place.actors else ""
+def ranks_fault(config: RunConfig, place: Place, *, has_actors: bool) -> str:
+    if place.devices == 1 or place.actors:
+        return ""
+    if has_actors and config.inner.lora is None:
+        return (
+            f"each replica is to have {place.devices} devices, which share the model's weights without [inner.lora], "
+            "and such a replica trains on its own rollouts only. Start no actors, add [inner.lora], or use one device"
+        )
+    return rank_fault(config, place.devices)
 
 
 def gigabytes_of(kind: str) -> int | None:

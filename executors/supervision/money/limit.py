@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from diloco.runlog.reader import Report
 from executors.platforms.base import ExecutorError, FleetExecutor, ReplicaSpec
 from executors.platforms.places import Place, place_of
-from executors.supervision.costs import Budget, Costs, launch_refusal, lease, over
+from executors.supervision.costs import Costs, launch_refusal, lease, over
+from executors.supervision.money.budget import Budget
 from rendezvous.agreement.membership import write_control
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock

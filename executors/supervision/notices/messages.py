@@ -29,7 +29,7 @@ from diloco.views.overview import is_fresh
 from diloco.views.trouble import trouble
 from diloco.views.troubles import Spending, Trouble, find_troubles
 from executors.supervision.money.bills import ENDS, costs
-from executors.supervision.outage import open_outages
+from executors.supervision.silence import open_outages
 from executors.supervision.slots.slot_state import History, past
 from rendezvous.records.records import Beat
 from rendezvous.stores.open import folder_of

@@ -20,7 +20,7 @@ from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.engines.sampling import SamplingEngine, sample_with
-from inner.rollouts.recorded import is_truncated
+from inner.rollouts.recording.found import is_truncated
 
 
 def use_engine(typed: str, trainer: Any, *, name: str, folder: Path) -> SamplingEngine:

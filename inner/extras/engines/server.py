@@ -210,7 +210,7 @@ def _read_choice(choice: Any, settings: DrawSettings) -> tuple[list[int], list[f
     if not all(type(token) is int for token in ids):
         raise ValueError("token ids that are not whole numbers")
     numbers = [float(logprob) for logprob in logprobs]
-    if not all(-1e9 < number < 1e-3 for number in numbers):  # the same limits as in inner/rollouts/drift.py
+    if not all(-1e9 < number < 1e-3 for number in numbers):  # the same limits as in inner/rollouts/recording/drift.py
         raise ValueError("log-probs that are no numbers or above 0")
     _check_end(ids, choice["finish_reason"], settings)
     return ids, numbers

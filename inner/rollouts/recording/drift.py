@@ -17,7 +17,7 @@ from torch import Tensor
 from trl.trainer.utils import pad
 
 if TYPE_CHECKING:
-    from inner.rollouts.bundle import Bundle
+    from inner.rollouts.recording.bundle import Bundle
 
 FARTHEST = 0.2  # nats per token; engines of 8 bits are at .01, of 4 bits at .1
 MISSING = 0.05  # share of log-probs that may be NaN (vLLM lacks a few): tokens with NaN are trained on uncorrected

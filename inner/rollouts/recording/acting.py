@@ -19,13 +19,14 @@ from transformers import set_seed
 
 from inner.data.order import Share, prompt_order
 from inner.errors import InnerError
-from inner.rollouts.bundle import Bundle, RandomStates
-from inner.rollouts.drift import token_log_probs
-from inner.rollouts.recorded import has_dropout, record_rollouts
+from inner.rollouts.recording.bundle import Bundle, RandomStates
+from inner.rollouts.recording.drift import token_log_probs
+from inner.rollouts.recording.found import has_dropout
+from inner.rollouts.recording.recorded import can_record, record_rollouts
 from inner.settings.contradictions import UNCORRECTED
 
 if TYPE_CHECKING:
-    from inner.rollouts.recorded import BundlePlace, Unfit
+    from inner.rollouts.recording.recorded import BundlePlace, Unfit
     from inner.train.policy import PolicyTrainer
 
 
@@ -54,6 +55,8 @@ class Sampler:
                 "actors cannot sample for this run: its loss has dropout, so its ratio to the policy that sampled is "
                 "noise. Start no actors, or leave out inner.lora.dropout and inner.trl.disable_dropout."
             )
+        if not can_record(trainer):
+            raise InnerError("actors cannot sample for a model that reads images. Start no actors.")
         record_rollouts(trainer, NoPlaces())
         self._trainer: Any = trainer
         self.load()

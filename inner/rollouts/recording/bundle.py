@@ -1,0 +1,124 @@
+"""Stores one generation's rollouts as bytes, complete enough to train on them again with equal bits.
+
+    safetensors   prompt_ids · ids · mask · logprobs   concatenated, with the lengths by rollout
+                  rewards                              (B, F) as they counted, NaN: unknown
+                  torch, numpy, python, cuda           random states after the generation
+    metadata      prompts, each once · completions · names and weights of the rewards · tool calls and failures
+
+A token takes its text and 4 bytes, 1 more with tools, 4 more with log-probs; the random states take 15 KB.
+Tokens and texts are stored as they were sampled, so they contain any secret that a tool printed.
+
+unpack.py reads them again.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+Ids = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The random states of torch, numpy, python and the GPU, as tensors, and a few numbers for numpy and python."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+    @classmethod
+    def read(cls) -> "RandomStates":
+        version, words, gauss = random.getstate()
+        _, keys, *at = np.random.get_state(legacy=True)  # pyright: ignore[reportAssignmentType]
+        tensors = {
+            "torch": torch.random.get_rng_state(),
+            "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
+            "python": torch.tensor(words, dtype=torch.int64),
+        }
+        if torch.cuda.is_available():
+            tensors["cuda"] = torch.cuda.get_rng_state()
+        return cls(tensors, {"numpy": at, "python": [version, gauss]})
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The rollouts of one generation, as lists by rollout.   mask: 1: the model's token, 0: a tool's; None: no tools.
+
+    prompts, completions: as rewards get them.   rewards: (B, F).   names, weights: those of the F rewards.
+    environments: a name per rollout; None: at most one environment.   calls: numbers of tool calls, and of failed ones.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    prompt_ids: Ids
+    ids: Ids
+    mask: Ids | None
+    logprobs: Sequence[Sequence[float]] | None
+    rewards: Tensor
+    names: Sequence[str]
+    weights: Sequence[float]
+    environments: Sequence[str | None] | None = None
+    calls: tuple[int, int] = (0, 0)
+    random: RandomStates = field(default_factory=RandomStates.read)
+
+    @property
+    def first_turns(self) -> tuple[list[list[int]], Any]:
+        """Return what TRL's `_generate_single_turn` returned: ids and log-probs up to the first tool's answer."""
+        masks = self.mask or [[1] * len(ids) for ids in self.ids]
+        ends = [mask.index(0) if 0 in mask else len(mask) for mask in map(list, masks)]
+        cut = lambda rows: [list(row[:end]) for row, end in zip(rows, ends, strict=True)]  # noqa: E731
+        return cut(self.ids), None if self.logprobs is None else cut(self.logprobs)
+
+    @property
+    def turns(self) -> tuple[Any, ...]:
+        """Return what TRL's `_tool_call_loop` returned."""
+        ids = [list(row) for row in self.ids]
+        return self.mask, self.completions, ids, self.logprobs, *self.calls, [[] for _ in ids]
+
+    def pack(self) -> bytes:
+        """Return the bundle's bytes."""
+        texts = [json.dumps(prompt, default=str) for prompt in self.prompts]  # a tool's result may hold anything
+        once = list(dict.fromkeys(texts))
+        place = {text: i for i, text in enumerate(once)}
+        tensors = {
+            "prompt_lengths": _lengths(self.prompt_ids),
+            "prompt_ids": _flat(self.prompt_ids, torch.int32),
+            "lengths": _lengths(self.ids),
+            "ids": _flat(self.ids, torch.int32),
+            "rewards": self.rewards.detach().float().cpu().contiguous(),
+            **self.random.tensors,
+        }
+        if self.mask is not None:
+            tensors["mask"] = _flat(self.mask, torch.uint8)
+        if self.logprobs is not None:
+            tensors["logprobs"] = _flat(self.logprobs, torch.float32)
+        said = {
+            "prompts": [json.loads(text) for text in once],
+            "prompt_of": [place[text] for text in texts],
+            "completions": list(self.completions),
+            "names": list(self.names),
+            "weights": [float(weight) for weight in self.weights],
+            "environments": None if self.environments is None else list(self.environments),
+            "calls": list(self.calls),
+            "random": dict(self.random.numbers),
+        }
+        return safetensors.torch.save(tensors, {"bundle": json.dumps(said, default=str)})
+
+
+class TooFar(str):
+    """The reason for a bundle whose weights are too far from the present weights (drift.py)."""
+
+
+def _lengths(rows: Sequence[Sequence[Any]]) -> Tensor:
+    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+
+
+def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+    nan = float("nan")
+    return torch.tensor([nan if x is None else x for row in rows for x in row], dtype=dtype)
