@@ -73,9 +73,10 @@ class FleetConfig(Table):
         4, "Number of rollouts that each replica logs per outer step, for `diloco traces` (0: none).", least=0, most=64
     )
     record_rollouts: bool = setting(
-        False,
-        "Keep all rollouts in the bucket: a replacement trains on those of its predecessor, and `diloco verify "
-        "--inner` computes pseudogradients again.",
+        True,
+        "Keep all rollouts in the bucket, with all that tools answered: a replacement trains on those of its "
+        "predecessor, and `diloco verify --inner` computes pseudogradients again. Not of images, and not of several "
+        "devices without [inner.lora] (default with log_rollouts = 0: false).",
     )
     staleness: int | None = setting(None, "Age limit of actors' weights, in outer steps (~6 inner).", least=0, most=64)
     actor_engine: str = setting("", "Engine of a supervisor's actors, written as for `--engine`.")
@@ -116,14 +117,16 @@ def keep_bytes(keep: int | str) -> int | None:
 def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables with `fleet.keep` in place of an earlier release's `fleet.retention` ("all", "window").
 
-    The default for an adapter's run is "all", because such a run is small.
+    The default for an adapter's run is "all", because such a run is small.  log_rollouts = 0 asks for no texts in the
+    bucket, so it is also the default of record_rollouts.
     """
     fleet = raw.get("fleet", {})
     inner = raw.get("inner", {})
     if not isinstance(fleet, Mapping):
         return dict(raw)
     rest = {k: v for k, v in fleet.items() if k != "retention"}
-    default = {"keep": "all"} if isinstance(inner, Mapping) and inner.get("lora") is not None else {}
+    default: dict[str, Any] = {"keep": "all"} if isinstance(inner, Mapping) and inner.get("lora") is not None else {}
+    default |= {"record_rollouts": False} if fleet.get("log_rollouts") == 0 else {}
     return {**raw, "fleet": {**default, **({"keep": fleet["retention"]} if "retention" in fleet else {}), **rest}}
 
 

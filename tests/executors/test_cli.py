@@ -353,7 +353,8 @@ def test_train_on_a_finished_run_changes_nothing(capsys, run, config):
 def test_actors_of_a_run_that_keeps_no_rollouts_are_refused_before_it_is_touched(capsys, tmp_path, verb):
     """The config of the command would keep them; the run's own settings stay."""
     (tmp_path / "run.toml").write_text('[inner]\nmodel = "toolworld"\n[fleet]\nsteps = 6\n')
-    run = open_run(load_config(tmp_path / "run.toml"), str(tmp_path / "run"), SystemClock())
+    config = load_config(tmp_path / "run.toml", ["fleet.record_rollouts=false"])
+    run = open_run(config, str(tmp_path / "run"), SystemClock())
     before = records_of(run)
     said = complaint(capsys, verb, tmp_path / "run.toml", "--run", run.url, "--actors", "2", "--steps", "9")
     assert "was launched without fleet.record_rollouts" in said

@@ -90,7 +90,9 @@ def test_recorded_rollouts_are_in_the_plan() -> None:
     assert found.rollouts == 9 * 64 * 8 * 2 * 100 and "up to 922 kB of recorded tokens" in "".join(
         sizes.lines(found, 10)
     )
-    assert "recorded" not in "".join(sizes.lines(sizes.footprint(RunConfig.from_dict({}), 1_000_000, 2, 10), 10))
+    silent = RunConfig.from_dict({"fleet": {"log_rollouts": 0}})
+    assert not silent.fleet.record_rollouts
+    assert "recorded" not in "".join(sizes.lines(sizes.footprint(silent, 1_000_000, 2, 10), 10))
 
 
 def test_fragments_divide_a_step_and_not_the_run() -> None:
