@@ -158,13 +158,16 @@ class BucketPlaces:
         self._outer, self._found, self.expired = -1, 0, 0  # outer step of the newest place; two counts of this step
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
+        self.is_past_others = False  # without actors, a session that has found no bundle asks for no other: `put` does
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:
         """Return the first bundle of this place that can be used."""
         if place.outer > self._outer:
             self.tell()
-        self._outer = place.outer
+        self._outer, self._attempt = place.outer, 0
+        if self.is_past_others:
+            return None
         try:
             found = self._look(place, unfit)
         except RendezvousError as error:
@@ -173,6 +176,7 @@ class BucketPlaces:
         if found is not None:
             self._found += 1
             self.after_put(place)
+        self.is_past_others = found is None and self.staleness < 0
         return found
 
     def pass_over(self, found: Bundle) -> None:

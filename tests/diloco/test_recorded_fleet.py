@@ -250,9 +250,32 @@ def test_one_get_and_one_put_per_bundle() -> None:
     assert len(store.get(KEY) or b"") < len(made.pack()) + 500
 
 
-def test_the_faster_process_wins_and_both_train_on_its_bundle() -> None:
+def test_without_actors_a_session_that_has_found_no_bundle_only_puts() -> None:
+    """Unless another process of its slot was faster: then its bundle counts."""
+    gets = list[str]()
+
+    class Counting(MemoryStore):
+        def get(self, key: str) -> bytes | None:
+            gets.append(key)
+            return super().get(key)
+
+    store, (made, _) = Counting("memory://x"), a_bundle()
+    here, other = places(store, staleness=-1), places(store, by=2, staleness=-1)
+    for bundle in range(3):
+        place = HERE._replace(bundle=bundle)
+        assert here.find(place, FITS) is None and here.put(place, made, FITS) is made
+    assert gets == [KEY]
+    assert all(other.find(HERE._replace(bundle=bundle), FITS) is not None for bundle in range(3))
+    late = HERE._replace(bundle=3)
+    assert other.find(late, FITS) is None and other.put(late, made, FITS) is made
+    stands = here.put(late, a_bundle()[0], FITS) if here.find(late, FITS) is None else None
+    assert stands is not None and stands.pack() == made.pack()
+
+
+@pytest.mark.parametrize("staleness", [0, -1])
+def test_the_faster_process_wins_and_both_train_on_its_bundle(staleness: int) -> None:
     store, (made, _) = MemoryStore("memory://x"), a_bundle()
-    slow, fast = places(store, told := list[Any]()), places(store, by=2)
+    slow, fast = places(store, told := list[Any](), staleness=staleness), places(store, by=2, staleness=staleness)
     assert slow.find(HERE, FITS) is None and fast.find(HERE, FITS) is None
     assert fast.put(HERE, made, FITS) is made
     other, _ = a_bundle()
