@@ -17,12 +17,16 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rendezvous import layout
-from rendezvous.background import Together, fetch_together
+from rendezvous.agreement.chain import first_open_step
+from rendezvous.background import AT_ONCE, Together, fetch_together, together_on
 from rendezvous.records.records import Commit, Listed, decode_or_none
 from rendezvous.store import Readable
 
 if TYPE_CHECKING:
     from diloco.run.config import OuterConfig
+
+
+UNLUCKY = 2  # sessions of a slot without counted work, after which the next one makes its own rollouts
 
 
 def read_offers(store: Readable, until: int, together: Together, since: int = 0) -> dict[str, list[Listed]]:
@@ -41,6 +45,19 @@ def uncounted_sessions(offers: Iterable[Listed], generation: int) -> int:
 
     offers: the slot's counted ones."""
     return generation - 1 - max((offer.generation for offer in offers if offer.generation < generation), default=0)
+
+
+def is_unlucky(store: Readable, slot: str, generation: int) -> bool:
+    """Whether the UNLUCKY sessions of a slot before `generation` ended without counted work."""
+    if generation <= UNLUCKY:
+        return False
+    earlier = list[Listed]()  # the newest offers of its sessions before
+    end = first_open_step(store)
+    while end and not earlier:
+        before, end = end, max(0, end - AT_ONCE)
+        found = read_offers(store, before, together_on(store), since=end).get(slot, ())
+        earlier = [offer for offer in found if offer.generation < generation]
+    return uncounted_sessions(earlier, generation) >= UNLUCKY
 
 
 def counted_inner_steps(offers: Iterable[Listed], outer: "OuterConfig") -> int:

@@ -380,9 +380,9 @@ def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
     """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are shared."""
     number, seed = generation, run.config.seed
     if generation > 1 and run.config.fleet.record_rollouts:
-        from diloco.replica.rollouts import makes_anew
+        from diloco.process.data_position import is_unlucky
 
-        number = generation if makes_anew(run, slot, generation) else 1
+        number = generation if is_unlucky(run.store, slot, generation) else 1
     return Seeds(derive_seed(seed, slot), derive_seed(seed, slot, number), share=share_of(run.config, slot))
 
 

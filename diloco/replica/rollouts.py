@@ -30,12 +30,11 @@ from diloco.run.sections import keep_bytes
 from inner.rollouts.recording.bundle import Bundle, TooFar
 from inner.rollouts.recording.recorded import BundlePlace, Unfit, can_record, record_rollouts
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step
-from rendezvous.background import AT_ONCE, Emit, Worker, seen_words, together_on
+from rendezvous.background import Emit, Worker, seen_words
 from rendezvous.clock import Clock
 from rendezvous.errors import KeyExists, RendezvousError, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.records.digests import digest, required_digest_kind
-from rendezvous.records.records import Listed, WireError, new_nonce
+from rendezvous.records.records import WireError, new_nonce
 from rendezvous.records.rollouts import Rollouts, seal_bundle
 from rendezvous.store import PatientStore, Store, put_once
 
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 30.0
 KEPT = 8  # first outer steps whose bundles are not deleted before others
-UNLUCKY = 2  # sessions of a slot without counted work, after which the next one makes its own rollouts
 
 
 def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable[[], None]:
@@ -64,7 +62,11 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
     bucket = session.rv.store.store  # without retries: the session's own store waits out a full disk
     engine = "vllm" if trainer.use_vllm else "transformers"
     ahead = staleness_in(run)
-    anew = makes_anew(run, session.rv.slot, session.rv.generation)
+    anew = False
+    if session.rv.generation > 1:
+        from diloco.process.data_position import is_unlucky
+
+        anew = is_unlucky(run.store, session.rv.slot, session.rv.generation)
     each = [
         BucketPlaces(
             bucket, session.clock, session.emit, run=run.record.nonce, slot=session.rv.slot,
@@ -114,20 +116,6 @@ def _deletion(run: "Run", session: "Session", bucket: Store) -> "Callable[[Bundl
             old().note(place)
 
     return note if keep_bytes(run.config.fleet.keep) is not None else lambda place: None
-
-
-def makes_anew(run: "Run", slot: str, generation: int) -> bool:
-    """Whether this session ignores bundles of others: the UNLUCKY sessions before it ended without counted work."""
-    if generation <= UNLUCKY:
-        return False
-    from diloco.process.data_position import read_offers, uncounted_sessions
-
-    offers = list[Listed]()  # of the slot, in the newest commits that have some
-    end = first_open_step(run.store)
-    while end and not offers:
-        began, end = end, max(0, end - AT_ONCE)
-        offers = read_offers(run.store, began, together_on(run.store), since=end).get(slot, [])
-    return uncounted_sessions(offers, generation) >= UNLUCKY
 
 
 class BucketPlaces:

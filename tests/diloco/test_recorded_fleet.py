@@ -15,6 +15,7 @@ import torch
 from diloco.audit.inner import recompute_offers
 from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze, run_states
+from diloco.process import data_position
 from diloco.process.data_position import uncounted_sessions
 from diloco.replica.old_bundles import OldBundles
 from diloco.replica.rollouts import BucketPlaces, keep_rollouts, staleness_in
@@ -125,7 +126,7 @@ def _other_settings_give_others(fleet: Fleet) -> None:
     assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]
 
 
-@pytest.mark.slow  # makes_anew, BucketPlaces and the simulator are tested by default
+@pytest.mark.slow  # is_unlucky, BucketPlaces and the simulator are tested by default
 @pytest.mark.timeout(300)
 def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path) -> None:
     """A generation that is too long for the device's memory ended every replacement, which trained on it again."""
@@ -300,6 +301,25 @@ def test_sessions_without_counted_work_are_counted_from_the_last_that_had_some()
     counted = [SimpleNamespace(generation=g) for g in (1, 1, 4)]
     counts = [uncounted_sessions(counted, generation) for generation in (1, 2, 3, 4, 5, 6, 7)]  # pyright: ignore
     assert counts == [0, 0, 1, 2, 0, 1, 2] and uncounted_sessions([], 3) == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "is_so", "reads"), [(2, False, 0), (3, True, 3), (4, True, 3), (5, False, 3), (9, True, 1)]
+)
+def test_a_session_is_unlucky_after_two_without_counted_work_and_an_audit_sees_that_later(
+    generation: int, is_so: bool, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generation 4 offered in step 2, and 6 in steps 30 to 39; an audit asks about earlier sessions, too."""
+    asked, by_step = list[int](), {2: 4, **dict.fromkeys(range(30, 40), 6)}
+
+    def offers(store: Any, until: int, together: Any, since: int) -> dict[str, Any]:
+        asked.append(since)
+        return {"r01": [SimpleNamespace(generation=g) for t, g in by_step.items() if since <= t < until]}
+
+    monkeypatch.setattr(data_position, "first_open_step", lambda store: 40)
+    monkeypatch.setattr(data_position, "read_offers", offers)
+    assert data_position.is_unlucky(MemoryStore("memory://x"), "r01", generation) == is_so
+    assert len(asked) == reads
 
 
 def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:

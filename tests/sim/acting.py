@@ -21,9 +21,9 @@ import torch
 
 from diloco.actor.actor import IDLE_S, LONGEST_IDLE_S, Actor
 from diloco.actor.places import Pace, Speed
-from diloco.process.data_position import counted_inner_steps, read_offers, uncounted_sessions
+from diloco.process.data_position import UNLUCKY, counted_inner_steps, read_offers, uncounted_sessions
 from diloco.replica.door import DoorFinding, RolloutDoor
-from diloco.replica.rollouts import UNLUCKY, BucketPlaces
+from diloco.replica.rollouts import BucketPlaces
 from inner.rollouts.recording.bundle import Bundle, RandomStates, TooFar
 from inner.rollouts.recording.recorded import BundlePlace
 from rendezvous import layout
