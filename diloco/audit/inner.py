@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from diloco.model.contributions import read_mean
 from diloco.model.export import model_record, start_arrays, start_folder
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
+from diloco.outer.loop import OuterLoop
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
@@ -68,9 +69,6 @@ from rendezvous.records.rollouts import read_record
 from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
 from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import VOID, PatientStore, Store
-
-if TYPE_CHECKING:
-    from diloco.outer.loop import OuterLoop
 
 CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
@@ -219,7 +217,7 @@ class _Session(StandIn):
 
     # ---------------------------------------------------------------- what the OuterLoop calls
 
-    def join(self, loop: "OuterLoop") -> None:
+    def join(self, loop: OuterLoop) -> None:
         """Load θ of the session's first offer."""
         self._loop = loop
         self._chain = Chain(self._store, 2)

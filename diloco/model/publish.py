@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -21,6 +21,7 @@ from diloco.model.fetch import fetch_files
 from diloco.process.disk import is_full
 from diloco.run.config import ConfigError
 from diloco.run.record import ModelRecord, Run, read_model, read_run
+from inner import InnerConfig
 from inner.models.naming import is_hub_name
 from inner.settings.inner import BUILT_IN_MODELS
 from rendezvous import layout
@@ -29,9 +30,6 @@ from rendezvous.errors import GaveUp, RendezvousError
 from rendezvous.records.digests import SHA256, digest, required_digest_kind
 from rendezvous.records.records import new_nonce
 from rendezvous.store import PatientStore, Store, put_once
-
-if TYPE_CHECKING:
-    from inner import InnerConfig
 
 PUBLISH_PATIENCE_S = 20.0
 
@@ -120,7 +118,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
     return _describe_model(run, model, files, clock, {"model": found.name, "commit": found.commit})
 
 
-def _carry_model(run: Run, config: "InnerConfig", folder: Path, clock: Clock) -> ModelRecord:
+def _carry_model(run: Run, config: InnerConfig, folder: Path, clock: Clock) -> ModelRecord:
     import inner
     from inner.train.build import load_start
 

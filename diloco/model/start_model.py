@@ -16,7 +16,6 @@ Not promised: that the Hub keeps a commit. If your run must not depend on that, 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import nn
@@ -24,12 +23,10 @@ from torch import nn
 from diloco.outer.flat import FlatFragment, trainable_parameters
 from diloco.outer.optimizer import Nesterov, OuterState
 from diloco.run.config import OuterConfig, cut_fragments
+from inner.settings.task import LoraSettings
 from rendezvous.errors import WrongRun
 from rendezvous.records.digests import digest_of, is_digest
 from rendezvous.records.wire import as_bytes
-
-if TYPE_CHECKING:
-    from inner.settings.task import LoraSettings
 
 
 def theta_digest(model: nn.Module, kind: str) -> str:

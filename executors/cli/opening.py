@@ -14,15 +14,13 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from executors.cli.answers import say
 from executors.preflight import run_url
 from rendezvous.clock import Clock, SystemClock
 from rendezvous.errors import StoreUnclear
-
-if TYPE_CHECKING:
-    from rendezvous.store import Store
+from rendezvous.store import Store
 
 PATIENCE_S = 20.0
 PAUSE_S = 0.5
@@ -69,7 +67,7 @@ def present_url(url: str) -> str:
     return ask_again(lambda: current_url(checked))
 
 
-def finished_words(store: "Store", url: str, steps: int | None = None) -> str:
+def finished_words(store: Store, url: str, steps: int | None = None) -> str:
     """Return the message for a run that has all its outer steps; "" for other runs, or if you ask for other `steps`."""
     from diloco.run.founding import is_finished
     from rendezvous.agreement.membership import read_control

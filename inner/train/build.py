@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from pickle import PickleError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,9 +28,7 @@ from transformers.utils import logging as transformers_logging
 from inner.models.causal_lm import number_positions
 from inner.models.naming import is_gguf_file
 from inner.settings.inner import Files, InnerConfig, InnerError, InnerLoop, Seeds
-
-if TYPE_CHECKING:
-    from inner.settings.task import LoraSettings
+from inner.settings.task import LoraSettings
 
 BUILT_IN = {"toolworld": "inner.worlds.toolworld", "tiny": "inner.worlds.tiny"}  # each defines `start_model(config)`
 
@@ -66,7 +64,7 @@ def build_inner(
     )
 
 
-def _load_adapter(model: Any, model_dir: Path, settings: "LoraSettings") -> Any:
+def _load_adapter(model: Any, model_dir: Path, settings: LoraSettings) -> Any:
     from inner.models.lora import ADAPTER, load_adapter
 
     return load_adapter(model, model_dir / ADAPTER, settings)
@@ -108,7 +106,7 @@ def load_start(
     return model, sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
 
 
-def load_dequantised(model_dir: Path, dtype: str, lora: "LoraSettings") -> Any:
+def load_dequantised(model_dir: Path, dtype: str, lora: LoraSettings) -> Any:
     """Load the adapter on its base in `dtype`: the base's weights are the values that the 4-bit weights encode."""
     base = _read(model_dir, dtype, lora.base, local_files_only=True)
     return _load_adapter(base.dequantize(dtype=getattr(torch, dtype)), model_dir, lora)

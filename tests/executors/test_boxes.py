@@ -282,20 +282,19 @@ def test_a_run_to_its_end_says_that_no_box_is_left(tmp_path: Path) -> None:
 def test_box_hours_and_dollars_are_summed() -> None:
     one = {"event": "boxes_used", "boxes": 3, "box_s": 1800.0}
     forged = {"event": "boxes_used", "boxes": "3", "box_s": None}
-    config: Any = {"inner": {"sampling": {"boxes": "hf"}}}
-    found = box_costs(config, [one, one, {"event": "step"}, forged], 0.01)
+    sampling: dict[str, Any] = {"boxes": "hf"}
+    found = box_costs(sampling, [one, one, {"event": "step"}, forged], 0.01)
     assert found is not None and found == BoxCosts("hf", 6, 1.0, 0.01)
     assert found.line == "  boxes      hf              6    1.00     0.01"
     flavored = {**one, "usd_per_hour": None}  # of an environment file with options={"flavor": …}
-    unpriced = box_costs(config, [{**one, "usd_per_hour": 0.01}, flavored], 0.0)
+    unpriced = box_costs(sampling, [{**one, "usd_per_hour": 0.01}, flavored], 0.0)
     assert unpriced is not None and unpriced.usd is None and "not in the sum" in unpriced.line
-    config["inner"]["sampling"]["boxes"] = "e2b"
-    unpriced = box_costs(config, [one], 0.0)
+    sampling["boxes"] = "e2b"
+    unpriced = box_costs(sampling, [one], 0.0)
     assert unpriced is not None and unpriced.usd is None and "inner.sampling.box_usd_per_hour" in unpriced.line
-    config["inner"]["sampling"]["box_usd_per_hour"] = 0.1
-    assert (priced := box_costs(config, [one], 0.05)) is not None and priced.usd == 0.05
-    for odd in ({}, {"inner": None}, {"inner": {"sampling": []}}):
-        assert box_costs(odd, [one], 0.0) is None
+    sampling["box_usd_per_hour"] = 0.1
+    assert (priced := box_costs(sampling, [one], 0.05)) is not None and priced.usd == 0.05
+    assert box_costs({}, [one], 0.0) is None is box_costs({"boxes": 1}, [one], 0.0)
 
 
 def test_the_providers_with_a_price_are_those_that_the_core_knows() -> None:

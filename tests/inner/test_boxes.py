@@ -38,7 +38,7 @@ from inner.extras.boxes.box import (
 from inner.extras.boxes.episode import Episode, read_number
 from inner.extras.boxes.local import LocalBoxes
 from inner.extras.boxes.starting import BoxStarter, Used, open_provider
-from inner.extras.boxes.verdict import BoxAction, blame
+from inner.extras.boxes.verdict import blame
 from inner.extras.boxes.world import GONE, OVER, HarborEnvironment, harbor_environment
 from inner.extras.deletion.harbor import write_harbor
 from inner.extras.deletion.judge import DeletionTask, HiddenTest
@@ -391,7 +391,7 @@ def test_a_fresh_box_decides(fresh: list[Any], expected: str) -> None:
             raise ProviderFailed("no box")
         return _Dies(fresh[n])  # pyright: ignore[reportReturnType]
 
-    actions = [BoxAction(lambda box: box.call())] * 3  # pyright: ignore
+    actions = [lambda box: box.call()] * 3  # pyright: ignore
     assert blame(actions, open_fresh, released.append) == expected
     assert released == list(range(len(fresh)))
 
@@ -587,7 +587,7 @@ def test_a_call_that_outlives_its_limit_decides_for_the_verdict() -> None:
 
 def test_a_death_beside_a_call_that_still_runs_is_one_of_either() -> None:
     """The verifier sees the dead box first; the command that killed it has not returned."""
-    actions = [BoxAction(lambda box: box.call())] * 3  # pyright: ignore
+    actions = [lambda box: box.call()] * 3  # pyright: ignore
     open_fresh: Any = lambda n: _Dies(1)  # noqa: E731
     assert blame(actions, open_fresh, lambda n: None, survived=1) == "policy"
     assert (

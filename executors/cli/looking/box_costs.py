@@ -34,29 +34,15 @@ class BoxCosts:
         return f"  {'boxes':10s} {self.provider:8s} {self.boxes:8d} {self.hours:7.2f} {price:>8s}  {why}".rstrip()
 
 
-def provider_in(config: Mapping[str, Any]) -> str | None:
-    """Return the provider that a run.json's config names; None if it names none, or has wrong types."""
-    found = sampling_in(config).get("boxes")
-    return found if isinstance(found, str) else None
-
-
-def sampling_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return [inner.sampling] of a run.json's config; {} for a config with wrong types."""
-    found: Any = config
-    for name in ("inner", "sampling"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def box_costs(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sums of a run whose config names a provider; None for other runs.   usd: dollars by the heartbeats.
+def box_costs(sampling: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
+    """Return the sums of a run whose [inner.sampling] names a provider; None for other runs.   usd: by the heartbeats.
 
     An event has the price that the replica knew.  A replica knows no price of a flavor that the environment file chose.
     """
-    if (provider := provider_in(config)) is None:
+    if not isinstance(provider := sampling.get("boxes"), str):
         return None
     used = [event for event in events if event["event"] == "boxes_used"]
     told = provider in PRICED and all(event.get("usd_per_hour", 0.0) is not None for event in used)
-    known = told or sampling_in(config).get("box_usd_per_hour") is not None
+    known = told or sampling.get("box_usd_per_hour") is not None
     boxes = round(sum(number_in(event, "boxes") for event in used))
     return BoxCosts(provider, boxes, sum(number_in(event, "box_s") for event in used) / 3600, usd if known else None)

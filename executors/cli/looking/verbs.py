@@ -112,7 +112,7 @@ def _logs(args: Namespace, run: "Run") -> Answer:
 def _costs(args: Namespace) -> Answer:
     from diloco.runlog.scope import COSTS, EVERYTHING, STATUS
     from executors.cli.looking import status
-    from executors.cli.looking.box_costs import box_costs, provider_in
+    from executors.cli.looking.box_costs import box_costs
     from executors.supervision.money.bills import costs
     from rendezvous import layout
     from rendezvous.records.records import Commit, decode_or_none
@@ -123,10 +123,11 @@ def _costs(args: Namespace) -> Answer:
         newest = decode_or_none(Commit, view.run.store.get(layout.commit_key(report.taken - 1)))
         if newest is None or newest.t != report.taken - 1:  # that key has no commit: read and count all commits
             report = _opened(args.run, STATUS)[1].refresh()
-    if provider_in(report.config) is not None:
+    sampling = report.setting("inner", "sampling", {})
+    if isinstance(sampling.get("boxes"), str):
         report = _opened(args.run, EVERYTHING)[1].refresh()  # the replicas' logs count the boxes that they used
     spent = costs(report, time.time())
-    used = box_costs(report.config, report.events, spent.boxes)
+    used = box_costs(sampling, report.events, spent.boxes)
     data = {
         "name": report.name,
         "url": view.run.url,

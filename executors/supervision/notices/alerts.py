@@ -175,7 +175,7 @@ class Messenger:
 
 
 class Alerts:
-    """The alerts of one supervisor.   url: the webhook's URL; "": no webhook.   emit: writes into the run's log."""
+    """The alerts of one supervisor.   url: the webhook's URL.   emit: writes into the run's log."""
 
     def __init__(
         self,
@@ -192,16 +192,14 @@ class Alerts:
         self._check_s = check_s
         self._check_at = float("-inf")
         self._began: dict[tuple[str, str], Mapping[str, Any]] | None = None
-        self._host = host_of(url) if url else ""
-        send = lambda body: post(url, body)  # noqa: E731
-        self._messenger = Messenger(send, pauses_s, limit_s + 1.0) if url else None
+        self._host = host_of(url)
+        self._messenger = Messenger(lambda body: post(url, body), pauses_s, limit_s + 1.0)
 
     def tick(self, report: Report, *, last: bool = False) -> None:
         """Look for troubles if a check is due, or if this is the last call.  Return at once, without any waiting."""
-        while self._messenger is not None and (settled := self._messenger.take()) is not None:
+        while (settled := self._messenger.take()) is not None:
             self._log_one(settled)
-        is_time = last or self._clock.now() >= self._check_at
-        if self._messenger is None or not is_time or report.wanted.stop:
+        if not (last or self._clock.now() >= self._check_at) or report.wanted.stop:
             return
         self._check_at = self._clock.now() + self._check_s
         if self._began is None:
@@ -216,11 +214,11 @@ class Alerts:
     def close(self) -> None:
         """Wait up to CLOSE_S for open messages; the next supervisor sends the rest."""
         until = self._clock.now() + CLOSE_S
-        while self._messenger is not None and self._messenger.open and (left_s := until - self._clock.now()) > 0:
+        while self._messenger.open and (left_s := until - self._clock.now()) > 0:
             self._log_one(self._messenger.take(left_s))
 
     def _tell(self, message: dict[str, Any], name: str) -> None:
-        assert self._messenger is not None and self._began is not None
+        assert self._began is not None
         key = (message["kind"], message["slot"])
         self._began.pop(key, None)
         if message["state"] == "begun":

@@ -22,6 +22,7 @@ import math
 import threading
 from base64 import b64decode
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,7 +40,7 @@ from inner.extras.boxes.box import (
     with_variables,
 )
 from inner.extras.boxes.starting import BoxStarter
-from inner.extras.boxes.verdict import DEATHS, Blamed, BoxAction, blame
+from inner.extras.boxes.verdict import DEATHS, Blamed, blame
 from inner.tasks.harbor import HarborTask, unpack
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
@@ -64,7 +65,7 @@ class Episode:
     ) -> None:
         self._starter, self._owner, self.task, self._tell = starter, owner, task, tell
         self.submitted = False
-        self.actions = list[BoxAction]()
+        self.actions = list[Callable[[Box], Any]]()
         self._survived = 0  # number of actions that the box has survived
         self._box: Box | None = None
         self._blamed: Blamed | None = None
@@ -102,12 +103,12 @@ class Episode:
         fault."""
         if (box := self._box) is None or self._blamed:
             raise BoxGone("the box of this episode is gone.")
-        self.actions.append(BoxAction(run))
+        self.actions.append(run)
         n = len(self.actions)
         try:
             found = run(box)
         except BoxGone:
-            done = tuple(self.actions[:n])
+            done = self.actions[:n]
             self._decide(box, lambda: self._blame(done, verifies=verifies))
             raise
         self._survived = max(n, self._survived)
@@ -178,7 +179,7 @@ class Episode:
                 if self._box is box:
                     self._settle(found)
 
-    def _blame(self, actions: Sequence[BoxAction], *, verifies: bool) -> Blamed:
+    def _blame(self, actions: Sequence[Callable[[Box], Any]], *, verifies: bool) -> Blamed:
         found = blame(actions, self._fresh, self._release, survived=self._survived)
         return "provider" if found == "policy" and verifies and not self._verifies_untouched() else found
 
@@ -287,7 +288,5 @@ def read_number(text: str) -> float | None:
 
 def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
     """Stop a box. If the provider does not stop it now, it ends at its time to live, or in `diloco stop`."""
-    try:
+    with suppress(ProviderFailed, InnerError):
         starter.release(owner)
-    except (ProviderFailed, InnerError):
-        return

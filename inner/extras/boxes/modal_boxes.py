@@ -35,6 +35,7 @@ from inner.extras.boxes.box import (
     wrapped_command,
 )
 from inner.extras.boxes.images import BUILD_S, LINES, BuiltImages, build_failed
+from inner.optional import optional
 
 IMAGE = "python:3.12-slim"
 PIECE = 1 << 20  # bytes of a file per request
@@ -48,7 +49,7 @@ class ModalBoxes:
     price_per_hour = None
 
     def __init__(self, app: str = "diloco-boxes", **more: Any) -> None:
-        self._sdk, self._more = _sdk(), more
+        self._sdk, self._more = optional("modal", "boxes of Modal need its SDK ({}). `pip install modal`"), more
         self._images = BuiltImages(self._build)
         with _as_ours(self._sdk, ProviderFailed):
             self._app = self._sdk.App.lookup(app, create_if_missing=True)
@@ -159,11 +160,3 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
         raise kind(f"the quota of sandboxes is reached: {error}. Use fewer rollouts, or ask for more") from error
     except Exception as error:  # also errors of the SDK's transport
         raise kind(f"{type(error).__name__}: {error}") from error
-
-
-def _sdk() -> Any:
-    try:
-        import modal
-    except ModuleNotFoundError as missing:
-        raise InnerError("boxes of Modal need its SDK, which is not installed. `pip install modal`") from missing
-    return modal

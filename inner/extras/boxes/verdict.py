@@ -12,7 +12,6 @@ Not promised: a verdict on commands whose effect is random.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from inner.extras.boxes.box import Box, BoxGone, ProviderFailed
@@ -22,22 +21,16 @@ DEATHS = 2  # deaths at the same command that show the policy's fault
 Blamed = Literal["provider", "policy"]
 
 
-@dataclass(frozen=True)
-class BoxAction:
-    """One call of the episode.   run(box): repeats the call in a box; raises BoxGone if that box dies."""
-
-    run: Callable[[Box], object]
-
-
 def blame(
-    actions: Sequence[BoxAction],
+    actions: Sequence[Callable[[Box], object]],
     fresh: Callable[[int], Box],
     release: Callable[[int], None],
     *,
     survived: int | None = None,
 ) -> Blamed:
-    """Return the cause of a box's death at the last action.   fresh(n), release(n): make and stop the box of try n.
+    """Return the cause of a box's death at the last action.
 
+    actions: each repeats a call of the episode in a box.   fresh(n), release(n): make and stop the box of try n.
     survived: number of actions that the dead box surely survived, if two calls ran at once and either may be the cause.
     """
     deaths, first = 0, len(actions) - 1 if survived is None else survived
@@ -54,11 +47,11 @@ def blame(
     return "provider"
 
 
-def _replay(actions: Sequence[BoxAction], box: Box) -> int | None:
+def _replay(actions: Sequence[Callable[[Box], object]], box: Box) -> int | None:
     """Return the index of the action at which the box died; None if the box survived all actions."""
-    for i, action in enumerate(actions):
+    for i, run in enumerate(actions):
         try:
-            action.run(box)
+            run(box)
         except BoxGone:
             return i
         except (OSError, ValueError):  # for example a NUL in a command: the episode saw the same error

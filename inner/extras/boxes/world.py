@@ -19,6 +19,7 @@ import shlex
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from inner.extras.boxes.box import Box, BoxGone, BoxOwner, ProviderFailed, with_variables
@@ -75,7 +76,8 @@ class HarborEnvironment:
         cls._host = host
         cls._shared.starter.on_used = host.rented
         for before in range(max(1, generation - PREDECESSORS), generation):
-            _sweep_quietly(cls._shared.starter, {"run": run, "slot": slot, "generation": str(before)})
+            with suppress(ProviderFailed):  # a box that does not stop now ends at its time to live
+                cls._shared.starter.sweep({"run": run, "slot": slot, "generation": str(before)})
 
     def reset(self, harbor: str, **row: Any) -> None:
         """Begin the task of this row in a box of its own."""
@@ -181,11 +183,3 @@ def harbor_environment(
     options: arguments of the provider's constructor."""
     told = {"_shared": _Shared(provider, options or {}), "_command_s": command_s, "_user": user}
     return type("Harbor", (HarborEnvironment,), told)
-
-
-def _sweep_quietly(starter: BoxStarter, labels: Mapping[str, str]) -> None:
-    """Stop these boxes. A box that the provider does not stop now ends at its time to live, or in `diloco stop`."""
-    try:
-        starter.sweep(labels)
-    except ProviderFailed:
-        return
