@@ -7,18 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from diloco.audit.inner import recompute_offers
+from diloco.audit.verdict import Verdict
 from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze, run_states
 from diloco.process.data_position import uncounted_sessions
 from diloco.replica.rollouts import BucketPlaces, OldBundles, keep_rollouts
 from diloco.run.record import read_run
 from diloco.run.sections import FleetConfig
+from inner.errors import InnerError
 from inner.replay.states import TraceWarning
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace
@@ -119,6 +121,14 @@ def _other_settings_give_others(fleet: Fleet) -> None:
         found = recompute_offers(run)
     assert not found.off and len(found.unchecked) == 4
     assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]
+    verdict = Verdict([0])
+    found.add_to(verdict)
+    assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diloco.audit.inner.build_inner", Mock(side_effect=InnerError("agent.py needs a package")))
+        recompute_offers(run).add_to(verdict := Verdict([0]))
+    assert not verdict.good, "before: exit code 0, and everything that was compared was equal"
+    assert verdict.lines()[-1].endswith("; the inner steps of 2 sessions could not be taken on this machine (see above)")
 
 
 @pytest.mark.slow  # makes_anew, BucketPlaces and the simulator are tested by default
