@@ -27,6 +27,7 @@ from inner.errors import InnerError
 from inner.rollouts.at_once.environments import drawn_environments
 from inner.rollouts.bundle import Bundle
 from inner.rollouts.generation import GenerationTrainer
+from inner.rollouts.toolloop import OnRollouts
 from inner.settings.contradictions import UNCORRECTED
 
 if TYPE_CHECKING:
@@ -90,10 +91,12 @@ class _Recorded(GenerationTrainer):
         unfit = lambda bundle: why_unfit(self, inputs, bundle)  # noqa: E731
         found = self.places.find(place, unfit)
         if found is None:
-            counts = self._metric_counts()
-            made, batch = self._make_bundle(inputs)
+            counts, heard = self._metric_counts(), list[Any]()
+            made, batch = self._make_bundle(inputs, lambda *rollouts: heard.append(rollouts))
             found = self.places.put(place, made, unfit)
             if found is made:
+                for rollouts in heard if self.on_rollouts else ():
+                    self.on_rollouts(*rollouts)
                 return batch
             self._forget_metrics(counts)
         batch = self._train_on(found, inputs)
@@ -107,13 +110,15 @@ class _Recorded(GenerationTrainer):
         self._newest = BundlePlace(outer, generation, before.bundle + 1 if before.generation == generation else 0)
         return self._newest
 
-    def _make_bundle(self, inputs: Any) -> tuple[Bundle, Any]:
-        self._made = {}
+    def _make_bundle(self, inputs: Any, hear: OnRollouts | None = None) -> tuple[Bundle, Any]:
+        """Return a bundle and its batch.   hear: gets the rollouts, which may not be trained on, for `on_rollouts`."""
+        self._made, tell = {}, self.on_rollouts
+        self.on_rollouts = hear
         try:
             batch = super()._generate_rollouts(inputs)
             return Bundle(**self._made), batch
         finally:
-            self._made = None
+            self._made, self.on_rollouts = None, tell
 
     def _train_on(self, bundle: Bundle, inputs: Any) -> Any:
         self.replayed = bundle

@@ -17,6 +17,7 @@ import torch
 from inner.rollouts.bundle import Bundle, RandomStates
 from inner.rollouts.recorded import BundlePlace, _begins_as, record_rollouts
 from inner.rollouts.rollout_states import bundle_rollouts
+from inner.rollouts.sample import RolloutSample
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_toolworld import SMALL, small_folder
@@ -26,7 +27,9 @@ torch.set_num_threads(1)
 
 
 class Kept:
-    """Bundles in a dictionary, as bytes."""
+    """Bundles in a dictionary, as bytes.   sample: the trained loop's sample of rollouts."""
+
+    sample: RolloutSample
 
     def __init__(self) -> None:
         self.bodies: dict[BundlePlace, bytes] = {}
@@ -61,6 +64,7 @@ def trained(
     )
     if places is not None:
         record_rollouts(loop.trainer, places)
+        places.sample = loop._rollouts
     if dies_at is not None:
         generate = loop.trainer._generate
 
@@ -112,12 +116,14 @@ def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int)
 
 
 def test_rollouts_that_come_later_than_another_process_s_leave_no_trace() -> None:
-    """Their rewards and lengths are in no metric, since they are not trained on."""
+    """Their rewards and lengths are in no metric, and their texts in no log, since they are not trained on."""
     kept, late = Kept(), Kept()
     first, numbers = trained(2, kept)
     late.put = lambda place, made, unfit: Bundle.unpack(kept.bodies[place])
     second, also = trained(2, late, noise=9)
     assert torch.equal(first, second) and also == pytest.approx(numbers)
+    logged, of_late = (sorted(map(json.dumps, places.sample.take(64))) for places in (kept, late))
+    assert logged == of_late, "before: the discarded ones were logged beside them"
 
 
 def a_bundle() -> tuple[Bundle, Kept]:
