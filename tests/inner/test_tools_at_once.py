@@ -342,6 +342,7 @@ def test_an_object_is_shown_without_its_place_in_memory(workers: int) -> None:
     assert prepared(lambda: image, workers)() == "[{'type': 'image', 'image': <object object>}]"
     assert prepared(object, workers)() == "<object object>"
     assert prepared(lambda: "<f at 0x7f>", workers)() == "<f at 0x7f>", "a text of the tool's own"
+    assert len(prepared(lambda: "x" * (5 << 20), workers)()) == tools_at_once.MOST
 
 
 @pytest.mark.parametrize("workers", [1, 4])

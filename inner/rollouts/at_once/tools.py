@@ -42,6 +42,7 @@ from inner.usercode.deadline import is_end
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
 PLACE = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
+MOST = 4 << 20  # characters of a result's text: more fits into no context, and 2 GB would take an hour to become tokens
 
 
 def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
@@ -205,7 +206,8 @@ def _with_text(result: Any) -> Any:
         raise TypeError(f"the tool returned a {type(result).__name__}, which has not run")
     if isinstance(result, list) and _is_content(result):
         return result
-    return str(result) if isinstance(result, str) else PLACE.sub("", str(result))
+    text = str(result)[:MOST]
+    return text if isinstance(result, str) else PLACE.sub("", text)
 
 
 def _is_content(parts: list[Any]) -> bool:
