@@ -434,7 +434,7 @@ class _Recorded(BucketPlaces):
         """Count rollouts that were made again.   Note a record of this session that names another step."""
         self._to.remade += 1
         key, step, payload = self._other_step or ("", 0, b"")
-        if payload == made.pack():
+        if payload and payload == made.pack():
             text = f"its record names outer step {step}, and it was sampled on step {place.outer}"
             self._to.off.append((place.outer, key, self._slot, text))
         return made

@@ -1,6 +1,7 @@
 """Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
 
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -283,6 +284,16 @@ def test_sessions_without_counted_work_are_counted_from_the_last_that_had_some()
     counted = [SimpleNamespace(generation=g) for g in (1, 1, 4)]
     counts = [uncounted_sessions(counted, generation) for generation in (1, 2, 3, 4, 5, 6, 7)]  # pyright: ignore
     assert counts == [0, 0, 1, 2, 0, 1, 2] and uncounted_sessions([], 3) == 2
+
+
+def test_rollouts_whose_texts_no_bundle_holds_are_trained_on_and_not_recorded() -> None:
+    """Before, each session ended at them: 512 rollouts of 200 KB are enough, and a text of CJK has 7 bytes a letter."""
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    large = replace(made, completions=[[{"role": "assistant", "content": "x" * 100_000_000}], *made.completions[1:]])
+    own = places(store, told := list[Any]())
+    assert own.put(HERE, large, FITS) is large and not own.deliver(HERE, large) and store.list("") == []
+    assert [kind for kind, _ in told] == ["rollouts_lost"] * 2
+    assert re.search("are not recorded: their 100,[0-9,]+ bytes of texts do not fit", told[0][1]["text"])
 
 
 def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:
