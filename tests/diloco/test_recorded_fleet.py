@@ -129,7 +129,7 @@ def _other_settings_give_others(fleet: Fleet) -> None:
         patch.setattr("diloco.audit.inner.build_inner", Mock(side_effect=InnerError("agent.py needs a package")))
         recompute_offers(run).add_to(verdict := Verdict([0]))
     assert not verdict.good, "before: exit code 0, and everything that was compared was equal"
-    assert verdict.lines()[-1].endswith("; the inner steps of 2 sessions could not be taken on this machine (see above)")
+    assert verdict.lines()[-1].endswith("the inner steps of 2 sessions could not be taken on this machine (see above)")
 
 
 @pytest.mark.slow  # makes_anew, BucketPlaces and the simulator are tested by default

@@ -185,8 +185,8 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
         raise RequestRefused("functions: this model gets tools alone. Send them as `tools`")
     if (choice := body.get("tool_choice")) not in (None, "auto", "none"):
         raise RequestRefused(
-            f"tool_choice = {json.dumps(choice)}: the model itself decides whether it calls a tool. Ask for the call in "
-            'the prompt, and send "auto" or "none" (smolagents: OpenAIModel(…, tool_choice="auto"))'
+            f"tool_choice = {json.dumps(choice)}: the model itself decides whether it calls a tool. Ask for the call "
+            'in the prompt, and send "auto" or "none" (smolagents: OpenAIModel(…, tool_choice="auto"))'
         )
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     stop = body.get("stop")

@@ -201,7 +201,7 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
 def _with_text(result: Any) -> Any:
     """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's.
 
-    An object's place in memory (`<Image at 0x7f…>`) is left out: another process could not make these rollouts again."""
+    An object's place in memory (`<Image at 0x7f…>`) is left out: no other process could make these rollouts again."""
     if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`
         raise TypeError(f"the tool returned a {type(result).__name__}, which has not run")
     if isinstance(result, list) and _is_content(result):
