@@ -67,7 +67,7 @@ def submit_reported(background: Background, job: Job, emit: Emit) -> None:
     background.submit(run_and_report)
 
 
-def seen_words(error: RendezvousError) -> str:
+def seen_words(error: Exception) -> str:
     """Return an error's words for a replica that goes on: without GaveUp's advice, which is for one that ends."""
     return str(error.__cause__ or error) if isinstance(error, GaveUp) else str(error)
 

@@ -90,19 +90,23 @@ class Holder(NamedTuple):
 
 @dataclass
 class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that were not checked."""
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that were not checked.
+
+    stopped: how many sessions could not be followed on this machine, for example without a package of the user's code.
+    """
 
     equal: int = 0
     close: list[float] = field(default_factory=list[float])
     off: list[tuple[int, str, str, str]] = field(default_factory=list[tuple[int, str, str, str]])
     remade: int = 0
+    stopped: int = 0
     unchecked: list[str] = field(default_factory=list[str])
 
     def add_to(self, verdict: Verdict) -> None:
         """Add these findings to those of `verify`."""
         verdict.differences += [Difference(*one) for one in self.off]
         verdict.unchecked = [one for one in verdict.unchecked if one != UNSEEN] + self.unchecked
-        verdict.inner = self.in_words()
+        verdict.inner, verdict.stopped = self.in_words(), self.stopped
 
     def in_words(self) -> str:
         near = f", {len(self.close)} within {max(self.close):.0e} of their length" if self.close else ""
@@ -128,6 +132,7 @@ def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
         try:
             _Session(run, store, holder, offers, found).follow()
         except (RendezvousError, InnerError, ConfigError) as error:
+            found.stopped += not isinstance(error, RendezvousError)
             found.unchecked.append(f"pseudogradients of {holder}: {error}")
     return found
 
@@ -427,7 +432,7 @@ class _Recorded(BucketPlaces):
         """Count rollouts that were made again.   Note a record of this session that names another step."""
         self._to.remade += 1
         key, step, payload = self._other_step or ("", 0, b"")
-        if payload == made.pack():
+        if payload and payload == made.pack():
             text = f"its record names outer step {step}, and it was sampled on step {place.outer}"
             self._to.off.append((place.outer, key, self.slot, text))
         return made

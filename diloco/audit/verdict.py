@@ -39,10 +39,11 @@ class Verdict:
     unchecked: list[str] = field(default_factory=list[str])
     digests: dict[int, str] = field(default_factory=dict[int, str])
     inner: str = ""  # what `diloco verify --inner` found (audit/inner.py)
+    stopped: int = 0  # sessions that `--inner` could not follow on this machine
 
     @property
     def good(self) -> bool:
-        return not self.differences and bool(self.thetas)
+        return not self.differences and bool(self.thetas) and not self.stopped
 
     def to_dict(self) -> dict[str, Any]:
         return {"good": self.good, **asdict(self)}
@@ -60,8 +61,15 @@ class Verdict:
             *inner,
             *found,
             *(f"not checked: {u}" for u in self.unchecked),
-            last,
+            f"{last}{self._left_out()}",
         ]
+
+    def _left_out(self) -> str:
+        """Return the end of the last line: what was not compared, beside inner steps that `--inner` would take."""
+        if self.stopped:
+            return f"; the inner steps of {self.stopped} sessions could not be taken on this machine (see above)"
+        count = len([one for one in self.unchecked if one != UNSEEN])
+        return f"; {count} parts were not checked (see above)" if count and self.thetas else ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.process import exitcodes
+from diloco.process.disk import Scratch
 from diloco.process.processes import describe_exit
 from diloco.process.signals import asking_signals, hear_asking
 
@@ -68,7 +68,8 @@ class Followers:
         self._said: dict[int, tuple[str, bool]] = {}  # last words, by rank
         self._stopped = Counter[int]()  # looks in a row that have seen a rank stopped, by rank
         self._count = count
-        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._scratch = Scratch()  # after a kill of all ranks at once, the machine's next session removes it
+        self._folder = str(self._scratch.__enter__())
         alone = threading.active_count() == 1 and hasattr(os, "fork") and sys.platform != "darwin"
         context: Any = multiprocessing.get_context("fork" if alone else "spawn")
         os.environ.update(rank_environment(0, count, self._folder))

@@ -192,7 +192,7 @@ class BucketPlaces:
             stands = self._put(place, made, unfit)
             self.after_put(place)
             return stands
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:  # ValueError: of `pack`
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {seen_words(error)}")
             return made
 
@@ -201,10 +201,10 @@ class BucketPlaces:
 
         Raise StoreRefused if the actor may not write, because then all that it samples is lost.
         """
-        body = self._sealed(place, made)
         try:
+            body = self._sealed(place, made)
             return self._create(self._key(place), body) == body
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:
             if isinstance(error, StoreRefused) and not isinstance(error, StoreFull):
                 raise
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {seen_words(error)}")

@@ -225,7 +225,12 @@ class Run:
             table, _, key = FILE_SETTINGS[kind].partition(".")
             inner[table][key] = spelling
         inner |= {"rewards": {**inner["rewards"], "functions": functions}} if functions else {}
-        return StoredConfig.from_dict({**raw, "inner": inner, **evaluation})
+        try:
+            return StoredConfig.from_dict({**raw, "inner": inner, **evaluation})
+        except ConfigError as error:  # the release that founded the run took these settings
+            raise ConfigError(
+                f"run.json: {error}. Another release of serverless-diloco started this run: use that release"
+            ) from error
 
     @property
     def timing(self) -> Timing:

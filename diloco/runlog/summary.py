@@ -191,15 +191,20 @@ def _session_lines(report: Report, room: int) -> list[str]:
 
 
 def actor_words(report: Report) -> list[str]:
-    """Return a line about the rollouts that actors sampled, by the logs of actors and replicas; [] without actors."""
+    """Return a line about the rollouts that actors sampled, by the logs of actors and replicas; [] without actors.
+
+    If only the newest logs were read (scope.py), both are counted from the first outer step in the replicas' logs."""
     sessions = [x for x in report.sessions if not is_slot(x.slot)]
     if not sessions:
         return []
-    sampled, found = report.of_kind("sampled"), report.of_kind("rollouts_found")
+    step_of = lambda e: s if type(s := e.get("step")) is int else 0  # noqa: E731
+    since = min(map(step_of, report.of_kind("step")), default=0)
+    sampled, found = ([e for e in report.of_kind(k) if step_of(e) >= since] for k in ("sampled", "rollouts_found"))
     late = sum(not e.get("stands", True) for e in sampled)
     used, old = (sum(n for e in found if type(n := e.get(name)) is int) for name in ("bundles", "expired"))
     count = len({x.slot for x in sessions})
-    return [f"{count}, {len(sampled)} bundles, {late} too late; {used} trained on, {old} too old or too far"]
+    counts = f"{len(sampled)} bundles, {late} too late; {used} trained on, {old} too old or too far"
+    return [f"{count}, since outer step {since}: {counts}" if since else f"{count}, {counts}"]
 
 
 def _session_words(session: SessionSummary, began: float) -> str:

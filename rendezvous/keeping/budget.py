@@ -34,7 +34,9 @@ step and manifest, so this costs only bytes.
 
 Not promised: the budget, if the upload of a snapshot takes longer than a round of training.  Not promised: exact bytes;
 the budget counts only bodies that a commit lists.  A body without an offer (its replica was killed), or with an expired
-offer, is deleted with its step.  If steps are faster than deletions, deletions come later.
+offer, is deleted with its step.  A snapshot's blob without a manifest (its writer was killed, or another writer came
+first) is deleted when two snapshots are newer.  Until then, several such blobs may exceed the 5 %.  If steps are faster
+than deletions, deletions come later.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -50,6 +50,15 @@ def test_a_run_that_an_older_release_founded_can_be_read_and_resumed(tmp_path: P
     assert open_run(started, str(tmp_path / "run"), SystemClock()).resumed
 
 
+def test_a_run_of_another_release_says_so(tmp_path: Path) -> None:
+    """Before: "unknown setting", as if you had mistyped it; an actor of an older release ended with these words."""
+    open_run(config(tmp_path), str(tmp_path / "run"), SystemClock())
+    path = tmp_path / "run" / "run.json"
+    path.write_text(path.read_text().replace('"keep":', '"keeps":'))
+    with pytest.raises(ConfigError, match=r"unknown setting fleet\.keeps.*Another release of .* started this run"):
+        _ = read_run(str(tmp_path / "run")).config
+
+
 def half_a_billion(folder: Path, keep: str | int, codec: str = "fp32", steps: int = 100) -> Footprint:
     """The footprint of the run of issue 13: 0.5 B parameters, three replicas, a snapshot every 10 steps."""
     started = config(folder, outer={"snapshot_every": 10, "codec": codec}, fleet={"keep": keep})

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from diloco.outer.ranks.group import SHOW, join_ranks, place_words, refuse_missi
 from diloco.outer.ranks.led import refuse_apart, refuse_unequal
 from diloco.process import exitcodes
 from diloco.process import ranks as module
+from diloco.process.disk import remove_left_behind
 from diloco.process.ranks import Followers, tell_leader, told_twice
 from diloco.process.watchdog import where_it_stood
 from diloco.replica import main, replica
@@ -301,6 +303,23 @@ def test_a_stopped_rank_ends_its_slot_and_a_busy_one_does_not(signals: list[int]
     child.start()
     assert wait(child) == (exitcodes.HUNG if len(signals) == 1 else 0)
     assert ("rank 1 of 2 is stopped (SIGSTOP); the replica ends with it" in words(tmp_path)[0]) is (len(signals) == 1)
+
+
+def lead_and_end_all_at_once(folder: str) -> int:
+    tempfile.tempdir = folder
+    os.setpgid(0, 0)
+    Followers(2, partial(_busy, 60.0))
+    os.killpg(0, signal.SIGKILL)
+    return 0
+
+
+def test_the_folder_of_ranks_that_were_killed_at_once_goes_with_the_next_session(tmp_path: Path) -> None:
+    """Before, it stayed for ever: a supervisor ends a silent replica by killing its process group."""
+    child = context().Process(target=lead_and_end_all_at_once, args=(str(tmp_path),))
+    child.start()
+    assert wait(child) == -signal.SIGKILL
+    while list(tmp_path.glob("r*-*")):  # rank 1 may end a moment later
+        remove_left_behind(tmp_path)
 
 
 def end_a_program(folder: str) -> int:

@@ -1,18 +1,20 @@
 """Recorded rollouts in real fleets: a replacement trains on its predecessor's, and an audit takes the steps again."""
 
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from diloco.audit.inner import recompute_offers
+from diloco.audit.verdict import Verdict
 from diloco.model.late_rewards import give_reward
 from diloco.model.traces import freeze, run_states
 from diloco.process import data_position
@@ -23,6 +25,7 @@ from diloco.run.combinations import prepared_for_actors
 from diloco.run.config import RunConfig
 from diloco.run.record import Parent, read_run
 from diloco.run.sections import FleetConfig
+from inner.errors import InnerError
 from inner.replay.states import TraceWarning
 from inner.rollouts.recording.bundle import RandomStates
 from inner.rollouts.recording.recorded import BundlePlace
@@ -124,6 +127,14 @@ def _other_settings_give_others(fleet: Fleet) -> None:
         found = recompute_offers(run)
     assert not found.off and len(found.unchecked) == 4
     assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]
+    verdict = Verdict([0])
+    found.add_to(verdict)
+    assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diloco.audit.inner.build_inner", Mock(side_effect=InnerError("agent.py needs a package")))
+        recompute_offers(run).add_to(verdict := Verdict([0]))
+    assert not verdict.good, "before: exit code 0, and everything that was compared was equal"
+    assert verdict.lines()[-1].endswith("the inner steps of 2 sessions could not be taken on this machine (see above)")
 
 
 @pytest.mark.slow  # is_unlucky, BucketPlaces and the simulator are tested by default
@@ -320,6 +331,16 @@ def test_a_session_is_unlucky_after_two_without_counted_work_and_an_audit_sees_t
     monkeypatch.setattr(data_position, "read_offers", offers)
     assert data_position.is_unlucky(MemoryStore("memory://x"), "r01", generation) == is_so
     assert len(asked) == reads
+
+
+def test_rollouts_whose_texts_no_bundle_holds_are_trained_on_and_not_recorded() -> None:
+    """Before, each session ended at them: 512 rollouts of 200 KB are enough, and a text of CJK has 7 bytes a letter."""
+    store, (made, _) = MemoryStore("memory://x"), a_bundle()
+    large = replace(made, completions=[[{"role": "assistant", "content": "x" * 100_000_000}], *made.completions[1:]])
+    own = places(store, told := list[Any]())
+    assert own.put(HERE, large, FITS) is large and not own.deliver(HERE, large) and store.list("") == []
+    assert [kind for kind, _ in told] == ["rollouts_lost"] * 2
+    assert re.search("are not recorded: their 100,[0-9,]+ bytes of texts do not fit", told[0][1]["text"])
 
 
 def test_an_actors_bundle_goes_into_an_empty_place_only() -> None:

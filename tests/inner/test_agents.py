@@ -678,7 +678,11 @@ def test_requests_of_an_ended_generation_are_refused() -> None:
         ({"messages": TALK, "response_format": "json"}, "this model samples freely"),
         ({"messages": TALK, "logprobs": True}, "logprobs: a reply has none"),
         ({"messages": TALK, "functions": [TOOLS[0]["function"]]}, "Send them as `tools`"),
+        ({"messages": TALK, "tools": TOOLS, "tool_choice": "required"}, 'tool_choice = "required": the model itself'),
+        ({"messages": TALK, "tool_choice": {"type": "function", "function": {"name": "add"}}}, "the model itself"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the model reads text alone"),
+        ({"messages": [{"content": "7 + 5?"}]}, r"messages\[0\]\.role must be a text"),
+        ({"messages": [*TALK, {"role": "user", "content": {"text": "x"}}]}, r"messages\[1\]\.content must be a text"),
         ({"messages": TALK, "tools": [], "response_format": {"type": "text"}, "stop": [""], "logprobs": False}, ""),
     ],
 )
@@ -693,6 +697,17 @@ def test_requests_that_the_model_cannot_answer_are_refused_by_name(body: Any, wo
         return
     with pytest.raises(RequestRefused, match=words):
         desk.answer(key, body)
+
+
+@pytest.mark.parametrize(
+    "calls", [5, "add", {"name": "add"}, [5], [[]], [{"id": "c"}], [{"function": "add"}], [{"function": {"name": 5}}]]
+)
+def test_calls_in_another_form_are_refused_by_their_field(calls: Any) -> None:
+    """Before: an internal error (500), and for some a bundle of rollouts that no replica could read again."""
+    desk, ((key, _),) = open_desk(1, lambda: 0.0)
+    with pytest.raises(RequestRefused, match=r"messages\[1\]\.tool_calls must be a list of") as refused:
+        desk.answer(key, {"messages": [*TALK, {"role": "assistant", "content": None, "tool_calls": calls}]})
+    assert refused.value.status == 400
 
 
 # ---------------------------------------------------------------- recorded rollouts, actors

@@ -158,3 +158,16 @@ def test_the_quota_and_a_wrong_key_are_told(server: E2bServer, monkeypatch: pyte
     monkeypatch.delenv("E2B_API_KEY", raising=False)
     with pytest.raises(InnerError, match="E2B_API_KEY is not set"):
         open_provider("e2b")
+
+
+@sdk
+def test_a_key_that_the_server_forbids_is_told_at_once(server: E2bServer) -> None:
+    """Before: a 403 counted as a fault of the infrastructure, and a start tried again for five minutes."""
+    server.forbids = True
+    starter = _starter(server)
+    for recipe in (BoxRecipe(), BoxRecipe(base="debian")):
+        with pytest.raises(InnerError, match=r"refuses the key: 403: this team is blocked\. Set E2B_API_KEY"):
+            starter.start(OWNER, recipe)
+    with pytest.raises(InnerError, match="refuses the key"):
+        starter.sweep({"run": "r"})
+    assert starter.counts["failed"] == 0

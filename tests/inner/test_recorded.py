@@ -19,6 +19,7 @@ from inner.rollouts.recording.found import _begins_as
 from inner.rollouts.recording.recorded import BundlePlace, record_rollouts
 from inner.rollouts.recording.unpack import restore, unpack
 from inner.rollouts.rollout_states import bundle_rollouts
+from inner.rollouts.sample import RolloutSample
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from tests.inner.test_toolworld import SMALL, small_folder
@@ -28,7 +29,9 @@ torch.set_num_threads(1)
 
 
 class Kept:
-    """Bundles in a dictionary, as bytes."""
+    """Bundles in a dictionary, as bytes.   sample: the trained loop's sample of rollouts."""
+
+    sample: RolloutSample
 
     def __init__(self) -> None:
         self.bodies: dict[BundlePlace, bytes] = {}
@@ -63,6 +66,7 @@ def trained(
     )
     if places is not None:
         record_rollouts(loop.trainer, places)
+        places.sample = loop._rollouts
     if dies_at is not None:
         generate = loop.trainer._generate
 
@@ -114,12 +118,14 @@ def test_a_replacement_goes_on_as_the_killed_process_would_have(generation: int)
 
 
 def test_rollouts_that_come_later_than_another_process_s_leave_no_trace() -> None:
-    """Their rewards and lengths are in no metric, since they are not trained on."""
+    """Their rewards and lengths are in no metric, and their texts in no log, since they are not trained on."""
     kept, late = Kept(), Kept()
     first, numbers = trained(2, kept)
     late.put = lambda place, made, unfit: unpack(kept.bodies[place])
     second, also = trained(2, late, noise=9)
     assert torch.equal(first, second) and also == pytest.approx(numbers)
+    logged, of_late = (sorted(map(json.dumps, places.sample.take(64))) for places in (kept, late))
+    assert logged == of_late, "before: the discarded ones were logged beside them"
 
 
 def a_bundle() -> tuple[Bundle, Kept]:

@@ -336,6 +336,16 @@ def test_a_list_that_no_message_can_hold_is_shown_as_text(result: Any, shown: An
 
 
 @pytest.mark.parametrize("workers", [1, 4])
+def test_an_object_is_shown_without_its_place_in_memory(workers: int) -> None:
+    """Before: an image was `<PIL.Image … at 0x7f3c5a10>`, so no other process could make its rollout again."""
+    image = [{"type": "image", "image": object()}]
+    assert prepared(lambda: image, workers)() == "[{'type': 'image', 'image': <object object>}]"
+    assert prepared(object, workers)() == "<object object>"
+    assert prepared(lambda: "<f at 0x7f>", workers)() == "<f at 0x7f>", "a text of the tool's own"
+    assert len(prepared(lambda: "x" * (5 << 20), workers)()) == tools_at_once.MOST
+
+
+@pytest.mark.parametrize("workers", [1, 4])
 def test_a_list_without_a_text_is_the_calls_error(workers: int) -> None:
     with pytest.raises(ValueError, match="integer string"):
         prepared(lambda: [10**5000], workers)()

@@ -7,7 +7,7 @@
 
 Boxes are LocalBoxes in namespaces.   lose_replies, refuse, busy, html: what the next creates suffer.   drop: the next
 commands' connections are reset.   dead: ids that answer 502.   fail_build: why the next builds fail.
-builds: whether it builds templates.
+builds: whether it builds templates.   forbids: whether it answers 403 to each request of its API.
 """
 
 import base64
@@ -47,7 +47,7 @@ class E2bServer(ThreadingHTTPServer):
         self.users = list[str]()
         self.templates: dict[str, dict[str, Any]] = {}  # id -> what was asked for, the looks at its build
         self.archives: dict[str, bytes] = {}  # a COPY's hash -> its tar
-        self.fail_build, self.builds = "", True
+        self.fail_build, self.builds, self.forbids = "", True, False
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -69,7 +69,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or self._chunks()
         path = urlsplit(self.path).path
-        if path == "/v2/sandboxes":
+        if self.server.forbids and path in ("/v2/sandboxes", "/v3/templates"):
+            self._json(403, {"code": 403, "message": "this team is blocked"})
+        elif path == "/v2/sandboxes":
             self._create(json.loads(body))
         elif path == "/v3/templates" and not self.server.builds:
             self._json(404, {"code": 404, "message": "no such path"})
@@ -113,7 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = urlsplit(self.path).path
         if path.startswith("/templates/"):
             return self._template(*path.split("/")[2:5])
-        if path == "/v2/sandboxes":
+        if path == "/v2/sandboxes" and self.server.forbids:
+            self._json(403, {"code": 403, "message": "this team is blocked"})
+        elif path == "/v2/sandboxes":
             asked = parse_qs(urlsplit(self.path).query).get("metadata", [""])[0]
             labels = {unquote(k): unquote(v) for k, v in parse_qsl(asked)}
             ids = [i for i, (_, told) in self.server.boxes.items() if labels.items() <= told.items()]

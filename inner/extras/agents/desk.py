@@ -8,6 +8,7 @@ A batch begins when all agents that have not ended wait, or after a linger.
 Not promised: equal batches in two runs, if agents take different times.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 from inner.errors import InnerError
 from inner.extras.agents.conversation import Conversation, Request, TooLong
 from inner.extras.agents.endpoint import HUNG_UP, SESSION, RequestRefused, completion
+from inner.rollouts.recording.unpack import message_fault
 
 Clock = Callable[[], float]
 
@@ -168,6 +170,9 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, Mapping) for one in messages):
         raise RequestRefused("`messages` must be a list of one or more messages")
+    for at, message in enumerate(messages):
+        if fault := message_fault({"role": None, **message}):
+            raise RequestRefused(f"messages[{at}].{fault}")
     if body.get("n") not in (None, 1):
         raise RequestRefused(f"n = {body['n']}: this model gives one reply to a request. Send n requests")
     if body.get("response_format") not in (None, {}, {"type": "text"}):
@@ -178,6 +183,11 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
         raise RequestRefused("logprobs: a reply has none; the replica records its own. Leave `logprobs` out")
     if body.get("functions"):
         raise RequestRefused("functions: this model gets tools alone. Send them as `tools`")
+    if (choice := body.get("tool_choice")) not in (None, "auto", "none"):
+        raise RequestRefused(
+            f"tool_choice = {json.dumps(choice)}: the model itself decides whether it calls a tool. Ask for the call "
+            'in the prompt, and send "auto" or "none" (smolagents: OpenAIModel(…, tool_choice="auto"))'
+        )
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     stop = body.get("stop")
     try:
@@ -186,7 +196,7 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
             body.get("tools") or None,
             limit=limit if isinstance(limit, int) and limit > 0 else None,
             stop=tuple(str(one) for one in (stop if isinstance(stop, list) else [stop]) if one),
-            calls=body.get("tool_choice") != "none",
+            calls=choice != "none",
             session=str(body.get(SESSION) or ""),
         )
     except TooLong as error:

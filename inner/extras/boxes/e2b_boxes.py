@@ -83,6 +83,8 @@ class E2bBoxes:
             try:
                 building = self._sdk.Template.build_in_background(template, name, **self._opts)
             except self._sdk.BuildException as error:
+                if _is_forbidden(error):
+                    raise
                 raise ProviderFailed(
                     f"the server does not build a template: {error}. If it never does, name a template that it has: "
                     'inner.data.task_options.image = "NAME"'
@@ -174,10 +176,21 @@ def _as_ours(sdk: Any, kind: type[ProviderFailed] | type[BoxGone]) -> Iterator[N
     except (InnerError, ProviderFailed, BoxGone):
         raise
     except sdk.AuthenticationException as error:
-        raise InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to another.") from error
+        raise _refused_key(error) from error
     except sdk.FileNotFoundException as error:
         raise FileNotFoundError(str(error)) from error
     except sdk.RateLimitException as error:
         raise kind(f"the quota of boxes is reached: {error}. Use fewer rollouts at once, or ask for more") from error
     except Exception as error:
+        if kind is ProviderFailed and _is_forbidden(error):
+            raise _refused_key(error) from error
         raise kind(f"{type(error).__name__}: {error}") from error
+
+
+def _is_forbidden(error: Exception) -> bool:
+    """Whether the API answered 403. Only some of the SDK's errors have the status; the text of all begins with it."""
+    return str(error).startswith("403: ")
+
+
+def _refused_key(error: Exception) -> InnerError:
+    return InnerError(f"the server of boxes refuses the key: {error}. Set E2B_API_KEY to one that may make boxes.")

@@ -18,6 +18,7 @@ ignores its cancellation (both are left behind); an async tool that blocks the e
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from inner.usercode.deadline import is_end
 
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
+PLACE = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
+MOST = 4 << 20  # characters of a result's text: more fits into no context, and 2 GB would take an hour to become tokens
 
 
 def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
@@ -196,10 +199,15 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def _with_text(result: Any) -> Any:
-    """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's."""
+    """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's.
+
+    An object's place in memory (`<Image at 0x7f…>`) is left out: no other process could make these rollouts again."""
     if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`
         raise TypeError(f"the tool returned a {type(result).__name__}, which has not run")
-    return result if isinstance(result, list) and _is_content(result) else str(result)
+    if isinstance(result, list) and _is_content(result):
+        return result
+    text = str(result)[:MOST]
+    return text if isinstance(result, str) else PLACE.sub("", text)
 
 
 def _is_content(parts: list[Any]) -> bool:

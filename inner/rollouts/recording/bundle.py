@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 Ids = Sequence[Sequence[int]]
@@ -82,7 +83,7 @@ class Bundle:
         return self.mask, self.completions, ids, self.logprobs, *self.calls, [[] for _ in ids]
 
     def pack(self) -> bytes:
-        """Return the bundle's bytes."""
+        """Return the bundle's bytes.   Raise ValueError for more texts than a safetensors header holds (100 MB)."""
         texts = [json.dumps(prompt, default=str) for prompt in self.prompts]  # a tool's result may hold anything
         once = list(dict.fromkeys(texts))
         place = {text: i for i, text in enumerate(once)}
@@ -108,7 +109,11 @@ class Bundle:
             "calls": list(self.calls),
             "random": dict(self.random.numbers),
         }
-        return safetensors.torch.save(tensors, {"bundle": json.dumps(said, default=str)})
+        texts_of_all = json.dumps(said, default=str)
+        try:
+            return safetensors.torch.save(tensors, {"bundle": texts_of_all})
+        except SafetensorError as error:
+            raise ValueError(f"their {len(texts_of_all):,} bytes of texts do not fit into a bundle: {error}") from error
 
 
 class TooFar(str):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from inner.rollouts.generation import GenerationTrainer
 from inner.rollouts.recording.bundle import Bundle
+from inner.rollouts.toolloop import OnRollouts
 
 if TYPE_CHECKING:
     from inner.train.policy import PolicyTrainer
@@ -90,10 +91,13 @@ class _Recorded(GenerationTrainer):
 
         found = self.places.find(place, unfit)
         if found is None:
-            counts = self._metric_counts()
-            made, batch = self._make_bundle(inputs)
+            counts, heard = self._metric_counts(), list[Any]()
+            made, batch = self._make_bundle(inputs, lambda *rollouts: heard.append(rollouts))
             found = self.places.put(place, made, unfit)
             if found is made:
+                if (tell := self.on_rollouts) is not None:
+                    for rollouts in heard:
+                        tell(*rollouts)
                 return batch
             self._forget_metrics(counts)
         return self._train_on(found, inputs)
@@ -105,13 +109,15 @@ class _Recorded(GenerationTrainer):
         self._newest = BundlePlace(outer, generation, before.bundle + 1 if before.generation == generation else 0)
         return self._newest
 
-    def _make_bundle(self, inputs: Any) -> tuple[Bundle, Any]:
-        self._made = {}
+    def _make_bundle(self, inputs: Any, hear: OnRollouts | None = None) -> tuple[Bundle, Any]:
+        """Return a bundle and its batch.   hear: gets the rollouts, which may not be trained on, for `on_rollouts`."""
+        self._made, tell = {}, self.on_rollouts
+        self.on_rollouts = hear
         try:
             batch = super()._generate_rollouts(inputs)
             return Bundle(**self._made), batch
         finally:
-            self._made = None
+            self._made, self.on_rollouts = None, tell
 
     def _train_on(self, bundle: Bundle, inputs: Any) -> Any:
         from inner.rollouts.recording.found import replaying

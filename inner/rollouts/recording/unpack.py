@@ -8,6 +8,7 @@ random states that this machine can restore.  Not promised: that a trainer can t
 
 import json
 import random
+from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
@@ -91,15 +92,20 @@ def _answers(completion: Any, prompt: Any) -> bool:
     """Whether TRL gives a completion in this form to such a prompt: a text to a text, and messages to messages."""
     if not isinstance(prompt, list):
         return isinstance(completion, str)
-    return bool(completion) and _are(completion, dict) and all(map(_is_message, completion))
+    return bool(completion) and _are(completion, dict) and not any(map(message_fault, completion))
 
 
-def _is_message(said: dict[str, Any]) -> bool:
-    """Whether TRL writes such a message: its calls have a function with a name, or a name themselves."""
+def message_fault(said: Mapping[str, Any]) -> str:
+    """Return which field of a message TRL cannot write, and its right form; "" if it can write the message."""
     calls: Any = said.get("tool_calls") or []
-    known = isinstance(said.get("role", ""), str) and isinstance(said.get("content"), str | list | None)
     called: list[Any] = [call.get("function", call) for call in calls] if _are(calls, dict) else [None]
-    return known and all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in called)
+    if not isinstance(said.get("role", ""), str):
+        return "role must be a text"
+    if not isinstance(said.get("content"), str | list | None):
+        return "content must be a text, a list of text parts, or null"
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in called):
+        return 'tool_calls must be a list of {"function": {"name": "…", "arguments": "…"}}'
+    return ""
 
 
 def _are(found: Any, *kinds: type) -> bool:
