@@ -39,6 +39,13 @@ class _LossyFile(io.FileIO):
             return memoryview(data).nbytes
 
 
+class _KeptOpen(io.TextIOWrapper):
+    """A stream that only ends with its process: code of the user that closes it must not end the session."""
+
+    def close(self) -> None:
+        self.flush()
+
+
 class PlainOutput:
     """A stream without terminal escapes in its text; its errors name it.   raw: for the program's own escapes."""
 
@@ -96,5 +103,5 @@ def survive_lost_output(*names: str) -> None:
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
             coding = raw_output(here).encoding
-            lossy = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
+            lossy = _KeptOpen(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +280,8 @@ class _Call:
         self._step = step
         self._given = columns
         self._logs: list[tuple[str, tuple[Any, ...]]] = []
-        self._columns = dict(columns) if step.first else rows_of(columns, step.rows, len(columns["completions"]))
+        chosen = columns if step.first else rows_of(columns, step.rows, len(columns["completions"]))
+        self._columns = {name: _copy_of(name, value) for name, value in chosen.items()}  # the user's to change
         for name in LOGGERS & set(columns):
             self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
 
@@ -295,6 +297,10 @@ class _Call:
         for name, logged in self._logs if self._step.first else ():
             self._given[name](*logged)
         return values
+
+
+def _copy_of(name: str, value: Any) -> Any:
+    return deepcopy(value) if name in ("prompts", "completions") else [*value] if type(value) is list else value
 
 
 def _run_attempts(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:

@@ -431,6 +431,25 @@ def test_columns_and_environments_are_cut_with_the_completions() -> None:
     assert score_batch(reward)[0] == [float(i) for i in range(16)]
 
 
+def test_a_reward_may_change_the_lists_and_the_messages_that_it_gets() -> None:
+    """An emptied list ended the session; an edited message was what the log, the traces and the next reward saw."""
+
+    def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+        values = [float(reply.pop()["content"] == right) for reply, right in zip(completions, answer, strict=True)]
+        for given in (completions, answer, columns["prompts"], columns["completion_ids"]):
+            given.clear()
+        return values
+
+    given: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": "1 or 2?"}]] * 8, "answer": ["1"] * 8, "completion_ids": [[4]] * 8,
+        "completions": [[{"role": "assistant", "content": str(i % 2)}] for i in range(8)],
+    }  # fmt: skip
+    before = repr(given)
+    found, _ = make_reward_calls()
+    assert found.wrap_reward(reward)(**given) == [0.0, 1.0] * 4
+    assert repr(given) == before
+
+
 def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
     logged: list[Any] = []
     turns = iter([True, False])
