@@ -483,9 +483,16 @@ def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
     told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder), **account)[0]
     for answer in (told, without):
         assert "per hour in all" in answer.out, answer
-    assert told.code == 0 and without.code == UNREACHED, "with a bucket that gives no answer nothing could be started"
-    assert "it could not be started now: s3://bucket/run cannot be reached from here" in without.err
+    assert told.code == 0 and without.code == 2, "`train` would refuse the bucket without keys, too"
+    assert "it could not be started: cannot read s3://bucket/run" in without.err
     assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
+
+
+def test_a_plan_with_a_file_in_place_of_the_run_s_folder_is_a_mistake(folder: Path) -> None:
+    """Before: 75, "it cannot be reached from here", as if the same command could work later."""
+    (folder / "note.txt").write_text("")
+    told = plan(folder, "--run", str(folder / "note.txt"))
+    assert told.code == 2 and "could not be started: cannot read" in told.err and "a file where a folder" in told.err
 
 
 @pytest.mark.slow
