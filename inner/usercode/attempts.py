@@ -47,6 +47,16 @@ class Failure:
         return text if len(text) <= NOTE_CHARS else f"{text[: NOTE_CHARS - 1]}…"
 
 
+def failure_of(error: BaseException) -> Failure:
+    """Return the failure; an error whose text cannot be read is replaced by one that has its name and its line."""
+    try:
+        str(error)
+    except Exception as fault:
+        words = f"{type(error).__name__}, whose own text raises {type(fault).__name__}"
+        return Failure(RuntimeError(words).with_traceback(error.__traceback__))
+    return Failure(error)
+
+
 @dataclass(frozen=True)
 class Values:
     """The answer of one call: a number or None per completion.   invalid: position -> description of the bad value."""

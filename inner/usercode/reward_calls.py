@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.errors import RewardFailed
-from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, plan_attempts, read_values, rows_of
+from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, failure_of, plan_attempts, read_values, rows_of
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, is_end, remind_after
 
@@ -186,7 +186,7 @@ class RewardCalls:
         except BaseException as error:  # sys.exit(), or a library's own kind, as a Rust panic, must not end the replica
             if is_end(error):
                 raise
-            return Failure(error)
+            return failure_of(error)
 
     async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
         if isinstance(step, Again):
@@ -205,7 +205,7 @@ class RewardCalls:
             task = asyncio.current_task()
             if is_end(error) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):
                 raise
-            return Failure(error)
+            return failure_of(error)
         finally:
             reminder.cancel()
 

@@ -467,7 +467,12 @@ def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
     assert logged == [("mean", 1.0)], "not by the call that failed, not by a part of a batch"
 
 
-@pytest.mark.parametrize("fault", [SystemExit(2), Panic("rust"), asyncio.CancelledError()], ids=repr)
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize("fault", [SystemExit(2), Panic("rust"), asyncio.CancelledError(), Mute()], ids=repr)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_fault_of_a_reward_ends_the_replica(fault: BaseException, is_async: bool) -> None:
     """Before: a Rust panic, pytest's fail() or a CancelledError of a library ended the session, and then the run."""
