@@ -563,12 +563,18 @@ def test_a_head_that_is_in_no_file_is_told_by_plan_and_by_the_publisher(tmp_path
     folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
     start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
-    assert "(it is a base model), so the head begins with random values" in known_model(start).note
+    assert "(it is a base model, or config.json wrongly has tie_word_embeddings = false)" in known_model(start).note
     with pytest.warns(UserWarning, match="no file has .* begins with random values"):
         made(start, tmp_path / "out")
     assert known_model(replace(start, model=str(tmp_path / "out"))).note == ""
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True)).save_pretrained(folder)
     assert known_model(start).note == "", "its embeddings are its head"
+    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True))
+    tied.save_pretrained(folder)
+    assert known_model(start).note == ""
+    read = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**read, "tie_word_embeddings": False}))
+    assert "so the head begins with random values" in known_model(start).note, "only the publisher's log told it"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
