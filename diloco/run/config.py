@@ -11,6 +11,7 @@ Unknown or contradictory settings are errors that name the next thing to do.  Th
 """
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 from diloco.run.sections import TASK_ONLY, ConfigError, EvalConfig, FleetConfig, LogConfig, OuterConfigError, with_keep
 from diloco.run.sections import OuterError as OuterError
 from inner import InnerConfig, InnerError
+from inner.settings.inner import BUILT_IN_MODELS
 from inner.settings.tables import Table, as_type, field_types, refuse_unknown, setting
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES, entry_point, is_code, is_one_file, setting_of
 from inner.tasks.spec import is_task
@@ -275,10 +277,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         changes = read_overrides(overrides, _refuse_unknown)
         raw = with_overrides(raw, changes)
     try:
-        return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)
+        config = RunConfig.from_dict(raw, path.parent)
+        return replace(config, overrides=changes, inner=_with_folder(config.inner, path.parent))
     except ConfigError as error:
         with_changes = f" with --set {' --set '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{with_changes}: {error}") from None
+
+
+def _with_folder(inner: InnerConfig, folder: Path) -> InnerConfig:
+    """Return [inner] with the absolute path of a model's folder or file that is there only as seen from run.toml."""
+    there = folder / os.path.expanduser(inner.model)
+    if inner.model in BUILT_IN_MODELS or os.path.exists(inner.model) or not there.exists():
+        return inner
+    return replace(inner, model=str(there.resolve()))
 
 
 def _check_turns(outer: OuterConfig) -> None:

@@ -559,6 +559,12 @@ def test_a_model_whose_head_writes_no_text_is_refused_by_plan_and_by_the_publish
                 refuse(start)
 
 
+@pytest.mark.parametrize("typed", ["https://huggingface.co/a/b", "hf.co/a/b/", "hub:a/b"])
+def test_an_address_of_the_hub_is_told_its_name(typed: str) -> None:
+    with pytest.raises(InnerError, match=r"Correct inner\.model\. Did you mean 'a/b'\?"):
+        known_model(InnerConfig(model=typed, loop="supervised", data={"text": "text.txt"}))
+
+
 def test_a_head_that_is_in_no_file_is_told_by_plan_and_by_the_publisher(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
     start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
