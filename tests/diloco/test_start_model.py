@@ -25,7 +25,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from diloco.model.export import export, model_record, state_at
+from diloco.model.export import empty_state, export, model_record, state_at, write_model
 from diloco.model.publish import publish, publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
 from diloco.model.zeros import fetch_model_without_weights
@@ -557,6 +557,19 @@ def test_a_model_whose_head_writes_no_text_is_refused_by_plan_and_by_the_publish
         for refuse in (known_model, lambda config: made(config, tmp_path / "out")):
             with pytest.raises(InnerError, match=r"has a head that writes no text .*Set inner\.model"):
                 refuse(start)
+
+
+def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path) -> None:
+    """Before: its config named modeling_own.py, and from_pretrained with trust_remote_code=True found no such file."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model")
+    named = json.loads((folder / "config.json").read_text())
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps({**named, **own}))
+    run = open_run(config(tmp_path, inner={"model": str(folder)}), str(tmp_path / "run"), SystemClock())
+    assert publish(run.url) == exitcodes.DONE
+    record = model_record(run)
+    write_model(run, record, empty_state(record, run.config.outer), at=0, to=tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
 
 
 @pytest.mark.parametrize("typed", ["https://huggingface.co/a/b", "hf.co/a/b/", "hub:a/b"])
