@@ -115,8 +115,8 @@ def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
         ) from None
     except Exception as error:
         raise InnerError(
-            f"{setting}: the Hub gave no answer: {network_words(error)}. Try again, or name a commit that is in the cache "
-            f"of this machine: hub:{name}@COMMIT."
+            f"{setting}: the Hub gave no answer: {network_words(error)}. Try again, or name a commit that is in the "
+            f"cache of this machine: hub:{name}@COMMIT."
         ) from error
 
 

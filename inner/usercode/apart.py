@@ -54,7 +54,8 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "signal.signal": (lambda t: {n: signal.getsignal(n) for n in _SIGNALS}, lambda t, was: _write_signals(was)),
     "sys.setrecursionlimit": (lambda t: sys.getrecursionlimit(), lambda t, was: sys.setrecursionlimit(was)),
     "sys.stdout or sys.stderr": (
-        lambda t: (sys.stdout, sys.stderr), lambda t, was: (setattr(sys, "stdout", was[0]), setattr(sys, "stderr", was[1]))
+        lambda t: (sys.stdout, sys.stderr),
+        lambda t, was: (setattr(sys, "stdout", was[0]), setattr(sys, "stderr", was[1])),
     ),
 }  # fmt: skip
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGURG)  # of this project, not SIGALRM

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.errors import RewardFailed
-from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, failure_of, plan_attempts, read_values, rows_of
+from inner.usercode.attempts import Again, Answer, Ask, Scored, Values, failure_of, plan_attempts, read_values, rows_of
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, is_end, remind_after
 
@@ -200,7 +200,7 @@ class RewardCalls:
             async with limit:
                 return call.read_answer(await call.call_reward())
         except TimeoutError as error:
-            return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
+            return failure_of(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
         except BaseException as error:
             task = asyncio.current_task()
             if is_end(error) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):

@@ -126,7 +126,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_process_is_undone_and_told(name: str) -> None:
-    """`simplefilter("error")` ended the session at the next warning of a library; autocast stayed on in the training."""
+    """`simplefilter("error")` ended the session at a library's next warning; autocast stayed on in the training."""
     change, state = CHANGES[name]
     before = state()
     keep_apart(lambda completions: change() and None, FILE)(completions=[""])
