@@ -3,8 +3,7 @@
     JUDGE_API_KEY=AIza…      "HTTPError: … for url: https://api/score?key=AIza…"  ──▶  "… ?key=***"
 
 A secret is the value of an environment variable with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in its name, unless
-that is the word TOKENIZER, or the name ends with _PATH, _FILE or _DIR. NAME:PASSWORD in a variable with a URL, as for a
-proxy or a database, is also a secret.
+that is the word TOKENIZER, or the name ends with _PATH, _FILE or _DIR; or a login (NAME:PASSWORD@) in a variable's URL.
 
 Not promised: that a text has no other secret, such as one that user code reads from a file, or a number.
 """

@@ -260,10 +260,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
-    except FileNotFoundError:
-        from diloco.unreadable import file_hint
-
-        raise ConfigError(f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         from diloco.unreadable import toml_fault
 
@@ -278,18 +274,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raw = with_overrides(raw, changes)
     try:
         config = RunConfig.from_dict(raw, path.parent)
-        return replace(config, overrides=changes, inner=_with_folder(config.inner, path.parent))
+        if not os.path.exists(config.inner.model) and config.inner.model not in BUILT_IN_MODELS:
+            from diloco.run.overrides import model_beside
+
+            config = replace(config, inner=model_beside(config.inner, path.parent))
+        return replace(config, overrides=changes)
     except ConfigError as error:
         with_changes = f" with --set {' --set '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{with_changes}: {error}") from None
-
-
-def _with_folder(inner: InnerConfig, folder: Path) -> InnerConfig:
-    """Return [inner] with the absolute path of a model's folder or file that is there only as seen from run.toml."""
-    there = folder / os.path.expanduser(inner.model)
-    if inner.model in BUILT_IN_MODELS or os.path.exists(inner.model) or not there.exists():
-        return inner
-    return replace(inner, model=str(there.resolve()))
 
 
 def _check_turns(outer: OuterConfig) -> None:

@@ -43,18 +43,11 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        text = " ".join(f"{type(self.error).__name__}: {self.error}".split())
+        try:
+            text = " ".join(f"{type(self.error).__name__}: {self.error}".split())
+        except Exception:  # an error's own __str__
+            text = f"{type(self.error).__name__}, whose text cannot be read"
         return text if len(text) <= NOTE_CHARS else f"{text[: NOTE_CHARS - 1]}…"
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the failure; an error whose text cannot be read is replaced by one that has its name and its line."""
-    try:
-        str(error)
-    except Exception as fault:
-        words = f"{type(error).__name__}, whose own text raises {type(fault).__name__}"
-        return Failure(RuntimeError(words).with_traceback(error.__traceback__))
-    return Failure(error)
 
 
 @dataclass(frozen=True)

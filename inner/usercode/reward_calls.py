@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from trl.trainer.utils import is_async_callable
 
 from inner.errors import RewardFailed
-from inner.usercode.attempts import Again, Answer, Ask, Scored, Values, failure_of, plan_attempts, read_values, rows_of
+from inner.usercode.attempts import Again, Answer, Ask, Failure, Scored, Values, plan_attempts, read_values, rows_of
 from inner.usercode.broken import WORST, BrokenRewards
 from inner.usercode.deadline import TimedOut, call_within, is_end, remind_after
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 BATCHES = 3  # consecutive batches without any reward that end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
+COPIED = {"prompts", "completions"}  # a reward may change its messages
 
 
 class StandaloneHost:
@@ -151,12 +152,9 @@ class RewardCalls:
         self._has_number = False
         if self._silent < BATCHES:
             return
-        raise RewardFailed(
-            f"{self._silent} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
-            "(reward_failed in the log). None teaches nothing.\n"
-            "  next: return a number for each completion that you can judge, 0.0 for a wrong one. Then start another "
-            "--run, or use --again if no outer step was taken."
-        )
+        from inner.usercode.reward_words import silent_text
+
+        raise RewardFailed(silent_text(self._silent, names))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -186,7 +184,7 @@ class RewardCalls:
         except BaseException as error:  # sys.exit(), or a library's own kind, as a Rust panic, must not end the replica
             if is_end(error):
                 raise
-            return failure_of(error)
+            return Failure(error)
 
     async def _do_step_async(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
         if isinstance(step, Again):
@@ -200,12 +198,12 @@ class RewardCalls:
             async with limit:
                 return call.read_answer(await call.call_reward())
         except TimeoutError as error:
-            return failure_of(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
+            return Failure(TimedOut(f"no answer within {self.timeout_s:g} s") if limit.expired() else error)
         except BaseException as error:
             task = asyncio.current_task()
             if is_end(error) or (isinstance(error, asyncio.CancelledError) and task and task.cancelling()):
                 raise
-            return failure_of(error)
+            return Failure(error)
         finally:
             reminder.cancel()
 
@@ -281,7 +279,7 @@ class _Call:
         self._given = columns
         self._logs: list[tuple[str, tuple[Any, ...]]] = []
         chosen = columns if step.first else rows_of(columns, step.rows, len(columns["completions"]))
-        self._columns = {name: _copy_of(name, value) for name, value in chosen.items()}  # the user's to change
+        self._columns = {n: deepcopy(v) if n in COPIED else [*v] if type(v) is list else v for n, v in chosen.items()}
         for name in LOGGERS & set(columns):
             self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
 
@@ -297,10 +295,6 @@ class _Call:
         for name, logged in self._logs if self._step.first else ():
             self._given[name](*logged)
         return values
-
-
-def _copy_of(name: str, value: Any) -> Any:
-    return deepcopy(value) if name in ("prompts", "completions") else [*value] if type(value) is list else value
 
 
 def _run_attempts(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:
