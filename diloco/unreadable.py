@@ -30,6 +30,8 @@ SPELLING = re.compile(r"(.*?)(?:\.py)?(?:[.:/]+(\w+))?(?::.*)?")
 
 def toml_fault(path: Path, error: Exception) -> str:
     """Return the message for a config file that could not be parsed."""
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one"
     if path.is_dir():
         there = path / "run.toml"
         hint = f"did you mean {there}?" if there.is_file() else "give a TOML file; `diloco init` writes one"

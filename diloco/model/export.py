@@ -94,6 +94,15 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
         else:
             _copy_others(start, to)
             (model.merge_and_unload() if merge else model).save_pretrained(to)
+    for name in ("config.json", "tokenizer_config.json"):
+        _drop_own_code(to / name)
+
+
+def _drop_own_code(path: Path) -> None:
+    """Take `auto_map` out of a config: a run trains transformers' own class, and copies no code of the start model."""
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:

@@ -58,10 +58,20 @@ def _upload(session: Session, model: Any, tokenizer: Any, is_whole: bool, state:
         for part in (*parts, tokenizer):
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(scratch, **({"state_dict": state} if part is model and state else {}))
+        _warn_of_no_export(session, model, Path(scratch))
         files = upload_folder(store, Path(scratch))
     put_once(
         store, clock, layout.MODEL_MANIFEST, ModelRecord(files, layout_of(model), new_nonce(), clock.wall()).encode()
     )
+
+
+def _warn_of_no_export(session: Session, model: Any, saved: Path) -> None:
+    known = {name for path in saved.glob("*.safetensors") for name in load_file(path)}
+    params = layout_of(model)
+    try:
+        _ = [_saved_name(name, known, len(params)) for name, *_ in params]
+    except ConfigError as error:
+        session.emit("warning", text=f"`diloco export` cannot write this run: {error}")
 
 
 def _is_whole(model: Any) -> bool:
@@ -101,17 +111,21 @@ def write_script_model(run: Run, record: ModelRecord, state: OuterState, to: Pat
     for name, shape, dtype in record.layout:
         size = torch.Size(shape).numel()
         part = flat[at : at + size].view(shape).to(getattr(torch, dtype))
-        weights[_saved_name(name, known)], at = part.contiguous(), at + size
+        weights[_saved_name(name, known, len(record.layout))], at = part.contiguous(), at + size
     file = ADAPTER_WEIGHTS if (to / ADAPTER_CONFIG).exists() else WEIGHTS
     save_file(weights, to / file, metadata={"format": "pt"})
 
 
-def _saved_name(name: str, known: set[str]) -> str:
+def _saved_name(name: str, known: set[str], trained: int) -> str:
     """Return a parameter's name in the file: PEFT leaves out the adapter's name, and "modules_to_save" before it.
 
-    DoRA's magnitudes, lora_magnitude_vector.default.weight, lose both last words."""
+    DoRA's magnitudes, lora_magnitude_vector.default.weight, lose both last words. Prompt tuning and prefix tuning save
+    their only parameter as "prompt_embeddings"; with an encoder behind it, PEFT saves the encoder's output there.
+    trained: number of parameters."""
     if not known or name in known:
         return name
+    if known == {"prompt_embeddings"} and trained == 1:
+        return "prompt_embeddings"
     parts = name.split(".")
     if parts[-3:-2] == ["lora_magnitude_vector"] and (shorter := ".".join(parts[:-2])) in known:
         return shorter

@@ -5,9 +5,8 @@
 
 A command prints texts that other users wrote into a bucket, so all its output passes through `print_plainly`.
 
-Without this, Python raises ENOSPC or EPIPE in `print`, keeps the text, and fails again at each flush, also at the end
-of the process.  So a replica or a supervisor would end because it prints.  This file drops text that cannot be
-written, without a report.
+Without this, Python raises ENOSPC or EPIPE in `print`, keeps the text, and fails again at each flush, also at the end.
+So a replica or a supervisor would end because it prints.  This file drops text that cannot be written.
 
 A closed stream (`>&-`) becomes /dev/null, and a character that stdout's encoding lacks becomes `?`.
 
@@ -96,5 +95,6 @@ def survive_lost_output(*names: str) -> None:
         if here is not None and raw_output(here) is getattr(sys, f"__{name}__"):
             raw = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
             coding = raw_output(here).encoding
-            lossy = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
+            lossy: Any = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
+            lossy.close = lossy.flush  # code of the user that closes it must not end the session
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)

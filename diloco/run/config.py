@@ -11,6 +11,7 @@ Unknown or contradictory settings are errors that name the next thing to do.  Th
 """
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 from diloco.run.sections import TASK_ONLY, ConfigError, EvalConfig, FleetConfig, LogConfig, OuterConfigError, with_keep
 from diloco.run.sections import OuterError as OuterError
 from inner import InnerConfig, InnerError
+from inner.settings.inner import BUILT_IN_MODELS
 from inner.settings.tables import Table, as_type, field_types, refuse_unknown, setting
 from inner.settings.task import EVAL, FILE_SETTINGS, MODULES, entry_point, is_code, is_one_file, setting_of
 from inner.tasks.spec import is_task
@@ -258,10 +260,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
-    except FileNotFoundError:
-        from diloco.unreadable import file_hint
-
-        raise ConfigError(f"there is no file {path}.{file_hint(path)} `diloco init FOLDER` writes one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         from diloco.unreadable import toml_fault
 
@@ -275,7 +273,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         changes = read_overrides(overrides, _refuse_unknown)
         raw = with_overrides(raw, changes)
     try:
-        return replace(RunConfig.from_dict(raw, path.parent), overrides=changes)
+        config = RunConfig.from_dict(raw, path.parent)
+        if not os.path.exists(config.inner.model) and config.inner.model not in BUILT_IN_MODELS:
+            from diloco.run.overrides import model_beside
+
+            config = replace(config, inner=model_beside(config.inner, path.parent))
+        return replace(config, overrides=changes)
     except ConfigError as error:
         with_changes = f" with --set {' --set '.join(overrides)}" if overrides else ""
         raise ConfigError(f"{path}{with_changes}: {error}") from None

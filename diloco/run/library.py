@@ -12,6 +12,7 @@
 Not promised: that such a run can be exported; its model is in the program, unless `diloco launch` started it.
 """
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -47,6 +48,11 @@ def open_session(
     """
     if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # it imports its parent's main module
+        raise OuterError(
+            "a worker process of `multiprocessing` runs this script from its first line, and would take this replica's "
+            'slot from it. Put the lines that train below `if __name__ == "__main__":`'
+        )
     refuse_other_run(run, slot)
     if not url_of(run).startswith("memory://"):  # replicas of such a run are all in this process
         refuse_second(run)
@@ -107,8 +113,8 @@ def refuse_second(run: str | Store) -> None:
     if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):
         raise OuterError(
             f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get "
-            "the run's weights and take no step. Write a script of its own for it, with another run; `diloco export` "
-            "writes this run's model for that script"
+            "the run's weights and take no step. Name another run for it, and let it begin with the saved model of "
+            "this one"
         )
 
 

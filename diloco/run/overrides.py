@@ -2,15 +2,21 @@
 
     "inner.lr=2e-6", "inner.model=a/b" ──▶ {"inner.lr": 2e-06, "inner.model": "a/b"} ──▶ the tables, with these settings
 
+A model's folder that only run.toml's folder has also gets its absolute path here.
+
 Not promised: that a setting's type is right; `RunConfig.from_dict` checks it.
 """
 
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from diloco.run.sections import ConfigError
+from inner import InnerConfig
 
 
 def read_overrides(texts: Iterable[str], check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
@@ -21,6 +27,12 @@ def read_overrides(texts: Iterable[str], check: Callable[[Mapping[str, Any]], No
 def with_overrides(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables with these settings.   changes: dotted name -> value."""
     return reduce(_with_setting, changes.items(), dict(raw))
+
+
+def model_beside(inner: InnerConfig, folder: Path) -> InnerConfig:
+    """Return [inner] with the absolute path of a model's folder or file that is found only from run.toml's folder."""
+    there = folder / os.path.expanduser(inner.model)
+    return replace(inner, model=str(there.resolve())) if there.exists() else inner
 
 
 def _read_override(text: str, check: Callable[[Mapping[str, Any]], None]) -> tuple[str, Any]:

@@ -203,8 +203,8 @@ class Run:
             return stored_config(raw)
         if "inner" not in raw:
             raise ConfigError(
-                f"{self.url} was started by a program with make_diloco, not by `diloco train`: its model and data "
-                "are in that program. `diloco status` and `diloco report` read it; start and export from there"
+                f"{self.url} was started by a program of yours (DiLoCoCallback, make_diloco), which has its model and "
+                "data. `diloco status` and `diloco report` read the run; start it, and save the model, from there"
             )
         entry = self.record.mathematics["entry_points"]
         files = {**self.record.files}

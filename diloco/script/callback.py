@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 ALONE = f"DiLoCoCallback: no run is named, neither here nor in {URL}, so this script trains alone"
 BEGUN_TWICE = (
     "the training began again after an error, while the training that failed still holds its slot in the run. Let the "
-    "error end the script, and start the script again: it continues at the run's position"
+    "error end the script, and start the script again: it continues at the run's position. In a notebook, first make "
+    "the trainer and its callback again"
 )
 ABSENT_S = 300.0  # time for the other ranks of this replica: a trainer has just placed the model on all of them
 EARLY = (

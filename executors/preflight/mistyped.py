@@ -38,6 +38,8 @@ def unknown_words(unknown: Sequence[str], options: Iterable[str]) -> str:
     """Return a message about the first word of `unknown`; if the word looks like an option, name the nearest option."""
     first, options = unknown[0].partition("=")[0], list(options)
     if first in options:
+        if "--" in sys.argv:
+            return f"{first} is behind `--`, which ends the options; leave the `--` out"
         return f"{first} is before the verb; write the verb first, then its options"
     if not first.startswith("-"):
         return f"{first!r} is one word too many; words with blanks need quotes"

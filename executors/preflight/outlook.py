@@ -24,7 +24,7 @@ from inner.printable import first_line
 from inner.settings.inner import lr_factor
 from inner.settings.task import reward_model_parts
 from rendezvous.agreement.membership import Wanted, read_control
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import RendezvousError, StoreFull, StoreGone, StoreRefused
 from rendezvous.stores.open import open_store
 
 T = TypeVar("T")
@@ -36,13 +36,14 @@ SOMEWHERE = "s3://BUCKET/RUN"  # an example URL, if you named no run
 class Bucket:
     """The contents of a run's bucket.   url: the run's present URL.   note: why its contents are unknown.
 
-    unreached: the URL if the bucket did not answer, else "".
+    unreached: the URL if the bucket did not answer, or refused, else "".   refused: repeating would not help.
     """
 
     url: str = ""
     wanted: Wanted = field(default_factory=Wanted)
     note: str = ""
     unreached: str = ""
+    refused: bool = False
 
 
 def look_into_bucket(url: str) -> Bucket:
@@ -58,7 +59,8 @@ def look_into_bucket(url: str) -> Bucket:
     except Late:
         return Bucket(url, note=f"not checked: {url} did not answer within {LOOK_S:.0f} s", unreached=url)
     except RendezvousError as error:
-        return Bucket(url, note=f"not checked: {first_line(error)}", unreached=url)
+        refused = isinstance(error, StoreRefused) and not isinstance(error, StoreFull | StoreGone)
+        return Bucket(url, note=f"not checked: {first_line(error)}", unreached=url, refused=refused)
     finally:
         pool.shutdown(wait=False)
 

@@ -228,7 +228,7 @@ def plain_secret(place: Place) -> str:
         )
     own = place.options.get("env", {})
     named = {**place.env, **(own if isinstance(own, Mapping) else {})}
-    found = [name for name, value in named.items() if SECRET_NAME.search(name) or SECRET_VALUE.match(str(value))]
+    found = [name for name, value in named.items() if SECRET_NAME.search(name) or _has_credential(value)]
     if not found:
         return ""
     return (

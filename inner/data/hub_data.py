@@ -19,6 +19,7 @@ from typing import Any, Self
 from inner.errors import InnerError
 from inner.models.hub_model import COMMIT, hub_endpoint
 from inner.models.naming import ASK_S
+from inner.network import network_words
 
 PREFIX = "hub:"
 _PAGES = {"model": "https://huggingface.co/", "dataset": "https://huggingface.co/datasets/"}
@@ -114,8 +115,8 @@ def pin_commit(kind: str, name: str, revision: str, setting: str) -> str:
         ) from None
     except Exception as error:
         raise InnerError(
-            f"{setting}: the Hub gave no answer: {first_line(error)} Try again, or name a commit that is in the cache "
-            f"of this machine: hub:{name}@COMMIT."
+            f"{setting}: the Hub gave no answer: {network_words(error)}. Try again, or name a commit that is in the "
+            f"cache of this machine: hub:{name}@COMMIT."
         ) from error
 
 

@@ -101,12 +101,24 @@ def _read_jsonl(name: str, path: Path) -> Iterator[Numbered]:
                 yield f"line {number}", _json_of_line(name, number, line)
 
 
+def _keys_once(pairs: list[tuple[str, Any]]) -> Row:
+    """Make the object of JSON. Python's own reader keeps the last value of a key that stands twice."""
+    if len(row := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object names {twice!r} twice, and only the last value would be read")
+    return row
+
+
+_of_json = json.JSONDecoder(object_pairs_hook=_keys_once).decode
+
+
 def _json_of_line(name: str, number: int, line: str) -> Any:
     whole = (
         f"Write one JSON object per line{', or name a file that is one list .json' if line.strip()[0] == '[' else ''}."
     )
     try:
-        found = json.loads(line)
+        found = _of_json(line)
     except (ValueError, RecursionError) as error:
         raise InnerError(f"{name}, line {number} is not JSON: {error}. {whole}") from error
     if isinstance(found, list):
@@ -116,7 +128,7 @@ def _json_of_line(name: str, number: int, line: str) -> Any:
 
 def _read_json(name: str, path: Path) -> Iterator[Numbered]:
     try:
-        found = json.loads(path.read_text(encoding=ENCODING))
+        found = _of_json(path.read_text(encoding=ENCODING))
     except (ValueError, RecursionError) as error:
         raise InnerError(f"{name} is not JSON: {error}. Write one list of objects, or name it .jsonl.") from error
     if not isinstance(found, list):
@@ -138,8 +150,10 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
     except ModuleNotFoundError as missing:
         raise InnerError(f"reading {name} needs {missing.name}: pip install 'serverless-diloco[train]'") from missing
     try:
-        batches = ParquetFile(path).iter_batches()
-        yield from _numbered(row for batch in batches for row in batch.to_pylist())
+        file = ParquetFile(path)
+        if len({*file.schema_arrow.names}) < len(file.schema_arrow.names):
+            raise InnerError(f"{name} has two columns with one name, of which one would be lost. Rename one of them.")
+        yield from _numbered(row for batch in file.iter_batches() for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
         raise InnerError(f"{name} is not a Parquet file, so save it again: {first_line(error)}") from error
     except OverflowError as error:  # for example "infinity" of PostgreSQL

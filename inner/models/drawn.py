@@ -10,7 +10,9 @@ Not promised: that a head with random weights is useful before training.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from pickle import PickleError
+from traceback import extract_tb
 from typing import Any
 
 from inner.errors import InnerError
@@ -68,15 +70,19 @@ def unreadable(source: str, error: Exception) -> str:
     said = f"{kind}{first_line(error)}".rstrip(".")
     if "custom code" in str(error):
         return (
-            f"the model {source} needs Python code out of its own files (auto_map in its config). A run executes no "
-            "such code. Set inner.model to a model of an architecture that transformers has."
+            f"the model {source} needs Python code out of its own files (auto_map in config.json or "
+            "tokenizer_config.json). A run executes no such code. Set inner.model to a model that transformers reads "
+            "without it."
         )
     if isinstance(error, PickleError):
         said = "a .bin file has more than weights in it, and reading the rest could run code. Save it as .safetensors"
-    return (
-        f"the model {source} could not be loaded: {said}. Check inner.model and inner.revision, and the Hub token if "
-        "it is a private one."
-    )
+    if any("/generation/" in frame.filename for frame in extract_tb(error.__traceback__)):
+        advice = "Correct or delete generation_config.json: a run reads only the ids of special tokens there"
+    elif Path(source.removeprefix("in ")).exists():
+        advice = "Download or save it again, or correct inner.model"
+    else:
+        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+    return f"the model {source} could not be loaded: {said}. {advice}."
 
 
 def _head_names(model: Any) -> set[str]:

@@ -2,6 +2,7 @@
 
     LlamaForCausalLM, GPT2LMHeadModel                a language head
     LlamaModel, and no file has a head               a base model: its head begins at random     a warning
+    LlamaForCausalLM, not tied, and no file has one  its config is wrong: the same               a warning
     LlamaForSequenceClassification, score.weight     a head that writes no text                  InnerError
     BertForMaskedLM                                  reads the tokens that it should write       InnerError
 
@@ -18,8 +19,9 @@ OTHER_CLASS = re.compile(r"For(?=[A-Z])(?!\w*(LM|Generation|PreTraining))|ForMas
 OTHER_WEIGHTS = ("score", "classifier", "qa_outputs", "reward_head")  # what a weight's name begins with
 LANGUAGE = re.compile(r"(^|\.)(lm_head|embed_out)\.|^output\.")  # in the names of a language head's weights
 DRAWN = (
-    "no file has the language head of {} (it is a base model), so the head begins with random values, and the first "
-    "answers are random. If that is not intended, set inner.model to a checkpoint with its head (…ForCausalLM)"
+    "no file has the language head of {} (it is a base model, or config.json wrongly has tie_word_embeddings = false), "
+    "so the head begins with random values, and the first answers are random. If that is not intended, correct the "
+    "config, or set inner.model to a checkpoint with its head (…ForCausalLM)"
 )
 
 
@@ -33,7 +35,8 @@ def check_head(config: Any, names: Collection[str], source: str) -> str:
     drawn = bool(names) and untied and not any(LANGUAGE.search(name) for name in names)
     refuse_other_head(classes, names if drawn else (), source)
     is_base = bool(classes) and all(name.endswith("Model") and "Head" not in name for name in classes)
-    return f"warning: {DRAWN.format(source)}" if drawn and is_base else ""
+    is_usual = any(name.endswith("embed_tokens.weight") for name in names)  # beside it, a head is called lm_head
+    return f"warning: {DRAWN.format(source)}" if drawn and (is_base or is_usual) else ""
 
 
 def refuse_other_head(classes: Collection[str], names: Collection[str], source: str) -> None:

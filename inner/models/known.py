@@ -23,6 +23,7 @@ from inner.models.heads import check_head
 from inner.models.naming import ASK_S, NOT_CHECKED, KnownModel, is_gguf_file
 from inner.settings.inner import BUILT_IN_MODELS, InnerConfig, InnerError
 
+OF_HUB = re.compile(r"^\s*(hub:|(https?://)?(www\.)?(huggingface\.co|hf\.co)/)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 TOWERS = ("vision_config", "audio_config", "video_config", "speech_config", "image_config", "vq_config", "vit_config")
@@ -46,9 +47,11 @@ def known_model(config: InnerConfig, ask: Callable[[str, str | None], None] | No
     if Path(model).is_file():
         raise InnerError(f"model = {model!r} is a file. Name the folder that has it: {str(Path(model).parent)!r}.")
     if HUB_ID.fullmatch(model) is None or model.startswith("."):
+        name = OF_HUB.sub("", model).strip("/ ")
+        hint = f" Did you mean {name!r}?" if name != model and HUB_ID.fullmatch(name) else ""
         raise InnerError(
             f"model = {model!r}: there is no such folder here ({Path(model).absolute()}), and it is not a name on the "
-            "Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model."
+            f"Hub, which looks like Qwen/Qwen2.5-0.5B-Instruct. Correct inner.model.{hint}"
         )
     if (folder := cached_snapshot(model, config.revision)) is not None:
         where = f"model = {model!r}, as cached in {folder}"

@@ -3,25 +3,30 @@
     trainer's state ──kept──▶ code's state ──▶ a call ──▶ code's state, kept ──▶ trainer's state, bit for bit
 
     random numbers of torch, CUDA, numpy, random     the rewards have their own, which continue from call to call
-    grad mode, default dtype, … (_SETTINGS)          after each call as before it; `take_notes` reports a change once
+    grad mode, signals, sys.stdout, … (_SETTINGS)    after each call as before it; `take_notes` reports a change once
     sys.argv                                         [the file], so that its argparse sees none of our arguments
+    os._exit(2)                                      raises SystemExit: as the replica's own code, 2 would end the run
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
 An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
 
-Not promised: anything for os.environ, the umask and sockets' time limits, or for threads that outlive the call or turn.
+Not promised: anything for os.environ, the umask and sockets' time limits, or for threads that outlive the call or turn;
+to take back file descriptors that the code closes.
 """
 
 import inspect
 import os
 import random
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NoReturn
 
 from inner.errors import InnerError
 
@@ -40,7 +45,20 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "torch.set_float32_matmul_precision": (
         lambda t: t.get_float32_matmul_precision(), lambda t, was: t.set_float32_matmul_precision(was)
     ),
+    "torch.autocast": (lambda t: _read_autocast(t), lambda t, was: _write_autocast(t, was)),
+    "torch.autograd.set_detect_anomaly": (
+        lambda t: t.is_anomaly_enabled(), lambda t, was: t.autograd.set_detect_anomaly(was)
+    ),
+    "numpy.seterr": (lambda t: sys.modules["numpy"].geterr(), lambda t, was: sys.modules["numpy"].seterr(**was)),
+    "warnings.simplefilter": (lambda t: _error_filters(), lambda t, was: _write_error_filters(was)),
+    "signal.signal": (lambda t: {n: signal.getsignal(n) for n in _SIGNALS}, lambda t, was: _write_signals(was)),
+    "sys.setrecursionlimit": (lambda t: sys.getrecursionlimit(), lambda t, was: sys.setrecursionlimit(was)),
+    "sys.stdout or sys.stderr": (
+        lambda t: (sys.stdout, sys.stderr),
+        lambda t, was: (setattr(sys, "stdout", was[0]), setattr(sys, "stderr", was[1])),
+    ),
 }  # fmt: skip
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGURG)  # of this project, not SIGALRM
 
 
 class _Process:
@@ -62,6 +80,7 @@ class _Process:
             self.settings = _read_settings()
             self.random = _read_random()
             sys.argv = [str(file)]
+            self.exit, os._exit = os._exit, partial(_exit, os._exit, os.getpid(), threading.get_ident())
             if draws and self.own is not None:
                 _write_random(self.own)
             self.seed = _seed()
@@ -71,7 +90,7 @@ class _Process:
             self.inside -= 1
             if self.inside:
                 return
-            sys.argv = self.argv
+            sys.argv, os._exit = self.argv, self.exit
             seeded = ["torch.manual_seed"] if self.seed not in (None, _seed()) else []
             self.own = _read_random() if self.draws else self.own
             _write_random(self.random)
@@ -79,7 +98,7 @@ class _Process:
 
     def _restore_settings(self) -> list[str]:
         """Restore settings and the working folder. Return the names of the functions that have changed them."""
-        before = self.settings or _fresh_settings()
+        before = {**_fresh_settings(), **self.settings}
         changed = [name for name, was in before.items() if _SETTINGS[name][0](_torch()) != was]
         for name in changed:
             _SETTINGS[name][1](_torch(), before[name])
@@ -224,7 +243,49 @@ def _working_folder() -> str:
 
 def _read_settings() -> dict[str, Any]:
     torch = _torch()
-    return {} if torch is None else {name: read(torch) for name, (read, _) in _SETTINGS.items()}
+    return {
+        name: read(torch)
+        for name, (read, _) in _SETTINGS.items()
+        if torch is not None or not name.startswith(("torch", "numpy"))
+    }
+
+
+def _exit(leave: Callable[[int], NoReturn], process: int, thread: int, code: int) -> None:
+    """Take the place of os._exit.   leave: the real one, for a forked child, and for this project's own threads."""
+    if (os.getpid(), threading.get_ident()) != (process, thread):
+        leave(code)
+    raise SystemExit(code)
+
+
+def _error_filters() -> list[Any]:
+    """Return the filters that make errors of warnings. Libraries add only others when they are imported."""
+    return [kept for kept in warnings.filters if kept[0] == "error"]
+
+
+def _write_error_filters(was: list[Any]) -> None:
+    warnings.filters[:] = [kept for kept in warnings.filters if kept[0] != "error" or kept in was]  # type: ignore[index]
+
+
+def _write_signals(was: dict[int, Any]) -> None:
+    if threading.current_thread() is threading.main_thread():  # no other thread can have changed them
+        for number, handler in was.items():
+            signal.signal(number, handler)
+
+
+def _read_autocast(torch: Any) -> tuple[Any, ...]:
+    """Return (number of open blocks, (enabled, dtype) of the CPU, and of CUDA)."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting, *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+
+
+def _write_autocast(torch: Any, was: tuple[Any, ...]) -> None:
+    while _read_autocast(torch)[0] > was[0]:
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    for device, (enabled, dtype) in zip(("cpu", "cuda"), was[1:], strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
 
 
 def _fresh_settings() -> dict[str, Any]:

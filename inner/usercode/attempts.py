@@ -43,7 +43,10 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        text = " ".join(f"{type(self.error).__name__}: {self.error}".split())
+        try:
+            text = " ".join(f"{type(self.error).__name__}: {self.error}".split())
+        except Exception:  # an error's own __str__
+            text = f"{type(self.error).__name__}, whose text cannot be read"
         return text if len(text) <= NOTE_CHARS else f"{text[: NOTE_CHARS - 1]}…"
 
 

@@ -127,8 +127,8 @@ def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment
     if lacking := [column for column, part in parts.items() if part and column not in rows[0]]:
         source = f"{setting_of('prompts', config.data.source)} = {config.data.source!r}"
         raise InnerError(
-            f'{source}: the rows have no column {lacking[0]!r}, which inner.model = "toolworld" reads for its own '
-            f"{parts[lacking[0]]}, or leave inner.data out."
+            f'{source}: the rows have no column {lacking[0]!r}, which inner.model = "toolworld" (the default) '
+            f"reads for its own {parts[lacking[0]]}, leave inner.data out, or name your model in inner.model."
         )
 
 

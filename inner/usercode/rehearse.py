@@ -146,7 +146,8 @@ def run_checks(config: InnerConfig, files: Files) -> Rehearsal:
         no_sandbox = any(isinstance(cause, SandboxMissing) for cause in causes_of(error))
         return Rehearsal(str(error), missing_package(error), sandboxed=no_sandbox, no_sandbox=no_sandbox)
     except BaseException as error:  # the user's code may raise SystemExit
-        return Rehearsal(f"{config.own_code} raised {type(error).__name__}: {error}")
+        what = f"{config.own_code} raised {type(error).__name__}: {error}"
+        return Rehearsal(f"{what}. Take that out: a run calls the code for each batch")
     return Rehearsal(sandboxed=SANDBOX in sys.modules)
 
 

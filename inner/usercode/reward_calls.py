@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 BATCHES = 3  # consecutive batches without any reward that end a session that has had rewards
 EMIT_EVERY_S = 60.0  # a reward that fails often is reported once per interval
 LOGGERS = {"log_extra", "log_metric"}  # logging functions that TRL passes to a reward
+COPIED = {"prompts", "completions"}  # a reward may change its messages
 
 
 class StandaloneHost:
@@ -150,12 +152,9 @@ class RewardCalls:
         self._has_number = False
         if self._silent < BATCHES:
             return
-        raise RewardFailed(
-            f"{self._silent} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
-            "(reward_failed in the log). None teaches nothing.\n"
-            "  next: return a number for each completion that you can judge, 0.0 for a wrong one. Then start another "
-            "--run, or use --again if no outer step was taken."
-        )
+        from inner.usercode.reward_words import silent_text
+
+        raise RewardFailed(silent_text(self._silent, names))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -279,7 +278,8 @@ class _Call:
         self._step = step
         self._given = columns
         self._logs: list[tuple[str, tuple[Any, ...]]] = []
-        self._columns = dict(columns) if step.first else rows_of(columns, step.rows, len(columns["completions"]))
+        chosen = columns if step.first else rows_of(columns, step.rows, len(columns["completions"]))
+        self._columns = {n: deepcopy(v) if n in COPIED else [*v] if type(v) is list else v for n, v in chosen.items()}
         for name in LOGGERS & set(columns):
             self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
     lost = f"{len(scored.failed)} of {len(scored.values)} completions are without a reward of their own"
     lost += f", {len(scored.blamed)} of them because they break it" if scored.blamed else ""
     return f"{name}: {scored.why} ({lost} after {scored.tries} of {tries} tries){before}"
+
+
+def silent_text(generations: int, names: Sequence[str]) -> str:
+    """Return the error of a session whose rewards were None or failed for so many generations in a row."""
+    return (
+        f"{generations} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
+        "(reward_failed in the log). None teaches nothing.\n"
+        "  next: return a number for each completion that you can judge, 0.0 for a wrong one. Then start another "
+        "--run, or use --again if no outer step was taken."
+    )
 
 
 def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:

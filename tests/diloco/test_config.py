@@ -62,6 +62,17 @@ def test_a_mistake_gets_a_clear_error(tmp_path: Path, mistake: str) -> None:
         assert word in str(said.value), str(said.value)
 
 
+def test_a_model_s_folder_is_found_from_the_config_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: only from the current folder, while the prompts and the reward were found from the config's."""
+    (tmp_path / "project").mkdir()
+    (tmp_path / "model").mkdir()
+    written(tmp_path / "project", SUPERVISED.replace('"tiny"', '"../model"'))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("project/run.toml").inner.model == str((tmp_path / "model").resolve())
+    monkeypatch.chdir(tmp_path / "project")
+    assert load_config("run.toml").inner.model == "../model", "the run's mathematics have the name as it is written"
+
+
 def test_a_missing_config() -> None:
     with pytest.raises(ConfigError, match=r"no file nowhere\.toml"):
         load_config("nowhere.toml")

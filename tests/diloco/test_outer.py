@@ -487,7 +487,7 @@ def test_other_settings_under_the_same_url_are_refused(fresh: str) -> None:
         make_diloco(model, torch.optim.SGD(model.parameters(), lr=0.1), two, sync_every=6, outer_lr=0.5),
     ):
         pass
-    with pytest.raises(ConfigError, match="started by a program with make_diloco"):
+    with pytest.raises(ConfigError, match=r"started by a program of yours \(DiLoCoCallback, make_diloco\)"):
         _ = read_run(f"memory://{fresh}").config
     one.shutdown()
     two.shutdown()

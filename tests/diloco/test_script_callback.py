@@ -241,7 +241,7 @@ def test_a_second_training_in_a_finished_run_is_refused(tmp_path: Path) -> None:
     second = trainer_of("sft", tmp_path, [DiLoCoCallback(f"{tmp_path}/./run/", sync_every=2)], max_steps=12)
     before = weights_of(second)
     for trainer in (first, second):
-        with pytest.raises(OuterError, match=r"has already trained in .*take no step. Write a script of its own"):
+        with pytest.raises(OuterError, match=r"has already trained in .*take no step. Name another run"):
             trainer.train()
     assert torch.equal(weights_of(second), before)
     trainer_of("sft", tmp_path, [DiLoCoCallback(f"file://{tmp_path}/other", sync_every=4)]).train()
@@ -625,7 +625,7 @@ def test_a_training_that_begins_again_after_it_raised_is_refused(
     trainer = trainer_of("sft", tmp_path, [DiLoCoCallback(run, sync_every=4), At(5, run_out_of_memory)])
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    with pytest.raises(OuterError, match=r"the training began again after an error.*start the script again"):
+    with pytest.raises(OuterError, match=r"the training began again after an error.*In a notebook, first make"):
         trainer.train()
     assert read_report(open_store(run)).head == 1
 
@@ -666,3 +666,11 @@ def test_a_second_loop_in_one_process_is_refused(
     for spelled in (url, f"{tmp_path}/./run/", f"{tmp_path}/link", *stores):
         with pytest.raises(OuterError, match="has already trained in"):
             StoreManager(spelled, steps=1)
+
+
+def test_a_worker_that_runs_the_script_again_takes_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: under "spawn" and without a main guard, a DataLoader's worker joined in its parent's slot."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)  # as `spawn` sets it
+    with pytest.raises(OuterError, match=r"worker process of `multiprocessing` runs this script.*__main__"):
+        StoreManager(f"file://{tmp_path}/run", steps=1, replicas=1)
+    assert not (tmp_path / "run").exists()

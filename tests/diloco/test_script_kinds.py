@@ -2,13 +2,22 @@
 
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -23,8 +32,10 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from diloco import DiLoCoCallback
-from diloco.model.script_model import _saved_name
+from diloco.model.script_model import _saved_name, publish_script_model
 from diloco.runlog.reader import read_report
+from rendezvous.clock import SystemClock
+from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
 from tests.diloco.test_script_callback import QUIET, ROWS, vowels
 from tests.support.tiny_models import tiny_model_folder
@@ -155,14 +166,34 @@ def test_two_replicas_of_it_hold_the_same_weights(kind: str, tmp_path: Path) -> 
     assert report.done and report.head == 2
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}], ids=str
-)
-def test_each_weight_of_an_adapter_has_its_name_in_peft_s_file(options: dict[str, Any]) -> None:
-    """Before: `diloco export` refused a DoRA adapter, whose magnitudes PEFT saves under a shorter name."""
+LORA = partial(LoraConfig, r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+PROMPT: dict[str, Any] = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+ADAPTERS = {
+    "lora": LORA(), "dora": LORA(use_dora=True), "head": LORA(modules_to_save=["lm_head"]),
+    "tokens": LORA(trainable_token_indices=[1, 2]), "prompt": PromptTuningConfig(**PROMPT),
+    "prefix": PrefixTuningConfig(**PROMPT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_each_weight_of_an_adapter_has_its_name_in_peft_s_file(kind: str) -> None:
+    """Before: `diloco export` refused DoRA, whose magnitudes PEFT saves under a shorter name, and prompt tuning."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("qwen3"))
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options))
+    adapted = get_peft_model(model, ADAPTERS[kind])
     saved = get_peft_model_state_dict(adapted)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    found = {_saved_name(name, set(saved)): p for name, p in trained.items()}
+    found = {_saved_name(name, set(saved), len(trained)): p for name, p in trained.items()}
     assert len(found) == len(trained) and all(torch.equal(saved[name], p) for name, p in found.items())
+
+
+def test_an_adapter_that_export_cannot_write_is_told_at_the_start() -> None:
+    """Before: the refusal came after the training."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder("qwen3"))
+    told: list[str] = []
+    session: Any = SimpleNamespace(
+        rv=SimpleNamespace(store=MemoryStore()), clock=SystemClock(), emit=lambda event, text: told.append(text)
+    )
+    for config in (LORA(), PromptEncoderConfig(**PROMPT, encoder_hidden_size=8)):
+        session.rv.store = MemoryStore()
+        publish_script_model(session, get_peft_model(model, config), None)
+    assert len(told) == 1 and "`diloco export` cannot write this run" in told[0] and "prompt_encoder" in told[0]

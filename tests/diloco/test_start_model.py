@@ -25,7 +25,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from diloco.model.export import export, model_record, state_at
+from diloco.model.export import empty_state, export, model_record, state_at, write_model
 from diloco.model.publish import publish, publish_model
 from diloco.model.start_model import first_arrays, refuse_other_bits, theta_digest
 from diloco.model.zeros import fetch_model_without_weights
@@ -559,16 +559,41 @@ def test_a_model_whose_head_writes_no_text_is_refused_by_plan_and_by_the_publish
                 refuse(start)
 
 
+def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path) -> None:
+    """Before: its config named modeling_own.py, and from_pretrained with trust_remote_code=True found no such file."""
+    folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model")
+    named = json.loads((folder / "config.json").read_text())
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps({**named, **own}))
+    run = open_run(config(tmp_path, inner={"model": str(folder)}), str(tmp_path / "run"), SystemClock())
+    assert publish(run.url) == exitcodes.DONE
+    record = model_record(run)
+    write_model(run, record, empty_state(record, run.config.outer), at=0, to=tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+
+
+@pytest.mark.parametrize("typed", ["https://huggingface.co/a/b", "hf.co/a/b/", "hub:a/b"])
+def test_an_address_of_the_hub_is_told_its_name(typed: str) -> None:
+    with pytest.raises(InnerError, match=r"Correct inner\.model\. Did you mean 'a/b'\?"):
+        known_model(InnerConfig(model=typed, loop="supervised", data={"text": "text.txt"}))
+
+
 def test_a_head_that_is_in_no_file_is_told_by_plan_and_by_the_publisher(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_model_folder("llama"), tmp_path / "model", ignore=ignore_patterns("*.safetensors"))
     start = InnerConfig(model=str(folder), loop="supervised", data={"text": "text.txt"})
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=False)).save_pretrained(folder)
-    assert "(it is a base model), so the head begins with random values" in known_model(start).note
+    assert "(it is a base model, or config.json wrongly has tie_word_embeddings = false)" in known_model(start).note
     with pytest.warns(UserWarning, match="no file has .* begins with random values"):
         made(start, tmp_path / "out")
     assert known_model(replace(start, model=str(tmp_path / "out"))).note == ""
     AutoModel.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True)).save_pretrained(folder)
     assert known_model(start).note == "", "its embeddings are its head"
+    tied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, tie_word_embeddings=True))
+    tied.save_pretrained(folder)
+    assert known_model(start).note == ""
+    read = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**read, "tie_word_embeddings": False}))
+    assert "so the head begins with random values" in known_model(start).note, "only the publisher's log told it"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

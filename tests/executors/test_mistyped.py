@@ -50,6 +50,13 @@ def test_one_line_with_the_nearest_word(capsys, argv, said):
     assert refusal(capsys, *argv) == said
 
 
+@pytest.mark.parametrize("typed", ["plan -- c --run r", "plan c -- --run r"])
+def test_an_option_behind_two_dashes_is_told_so(capsys, monkeypatch, typed):
+    """Before: "--run is before the verb"."""
+    monkeypatch.setattr(sys, "argv", ["diloco", *typed.split()])
+    assert "--run is behind `--`, which ends the options" in refusal(capsys, *typed.split())
+
+
 @pytest.mark.parametrize("typed", ["status -mine", "logs -mine r00", "train c --run -mine", "gc --keep 3 -mine"])
 def test_a_name_with_a_leading_dash_is_told_how_to_be_written(capsys, monkeypatch, typed):
     """Before: "RUN must be given" and "expected one argument", though it was typed."""

@@ -15,7 +15,7 @@ from executors.preflight.place_faults import plain_secret
 @pytest.mark.parametrize(
     "env",
     [{"HF_TOKEN": "x"}, {"AWS_SECRET_ACCESS_KEY": "x"}, {"db_password": "x"}, {"OPENAI_API_KEY": "x"},
-     {"DILOCO_RUN_KEY": "x"}, {"ANYTHING": "hf_abcdefghijklmnop"}],
+     {"DILOCO_RUN_KEY": "x"}, {"ANYTHING": "hf_abcdefghijklmnop"}, {"HTTPS_PROXY": "http://me:hf_abc@proxy:3128"}],
 )  # fmt: skip
 def test_a_secret_in_a_place_s_environment_is_refused(env: dict[str, str]) -> None:
     (name,) = env
@@ -46,7 +46,10 @@ def test_a_digest_and_a_variable_s_name_are_no_password(text: str, is_one: bool)
     assert bool(plain_secret(Place("sky", options={"setup": text}))) == is_one
 
 
-@pytest.mark.parametrize("env", [{}, {"TOKENIZERS_PARALLELISM": "1"}, {"MAX_TOKENS": "9"}, {"AWS_REGION": "eu"}])
+@pytest.mark.parametrize(
+    "env",
+    [{}, {"TOKENIZERS_PARALLELISM": "1"}, {"MAX_TOKENS": "9"}, {"AWS_REGION": "eu"}, {"HTTP_PROXY": "http://proxy:3128"}],
+)  # fmt: skip
 def test_other_variables_are_none(env: dict[str, str]) -> None:
     assert (
         plain_secret(Place("modal", env=env)) == "" == plain_secret(Place("slurm", options={"env": env, "mem": "1GB"}))

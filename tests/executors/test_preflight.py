@@ -79,7 +79,7 @@ def a_task(folder: Path) -> Path:
     return folder
 
 
-UNREACHED = 75  # all is right with it, and the bucket s3://bucket/run, of which there is none, gives no answer
+UNREACHED = 75  # all is right with it, and something gives no answer
 
 
 def where(executor: str, folder: Path) -> list[str]:
@@ -423,7 +423,7 @@ def test_keys_that_nobody_named(folder: Path) -> None:
 
 def test_what_is_right_is_planned(folder: Path, account: dict[str, str]) -> None:
     for told in plans(folder, where("local", folder), where("slurm", folder), where("modal", folder), **account)[0]:
-        assert told.code == (0 if "s3://" not in told.out else UNREACHED), told
+        assert told.code == (0 if "s3://" not in told.out else 2), told  # there are no keys for the bucket here
         assert told.out.strip().endswith(NOTHING) and "memory per replica" in told.out
     assert not (folder / "run").exists()
 
@@ -483,9 +483,16 @@ def test_a_price_needs_no_bucket(folder: Path, account: dict[str, str]) -> None:
     told, without = plans(folder, ["--executor", "modal", "--gpu", "H100"], where("modal", folder), **account)[0]
     for answer in (told, without):
         assert "per hour in all" in answer.out, answer
-    assert told.code == 0 and without.code == UNREACHED, "with a bucket that gives no answer nothing could be started"
-    assert "it could not be started now: s3://bucket/run cannot be reached from here" in without.err
+    assert told.code == 0 and without.code == 2, "`train` would refuse the bucket without keys, too"
+    assert "it could not be started: cannot read s3://bucket/run" in without.err
     assert "no --run was given" in told.out and "not checked: cannot read s3://bucket/run" in without.out
+
+
+def test_a_plan_with_a_file_in_place_of_the_run_s_folder_is_a_mistake(folder: Path) -> None:
+    """Before: 75, "it cannot be reached from here", as if the same command could work later."""
+    (folder / "note.txt").write_text("")
+    told = plan(folder, "--run", str(folder / "note.txt"))
+    assert told.code == 2 and "could not be started: cannot read" in told.err and "a file where a folder" in told.err
 
 
 @pytest.mark.slow
@@ -525,8 +532,7 @@ def test_a_package_that_the_image_brings_is_no_mistake(folder: Path, account: di
     (folder / "reward.py").write_text("import no_such_package_xyz\n" + REWARD)
     told = plan(folder, *where("modal", folder), "--option", "image=docker.io/me/mine:1", **account)
     assert (
-        told.code == UNREACHED
-        and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
+        told.code == 2 and "not checked: reward.py:score, since no_such_package_xyz is not installed here" in told.out
     )
     assert "not checked: the image docker.io/me/mine:1" in told.out
 
@@ -595,14 +601,14 @@ def test_a_reward_that_takes_long_is_not_waited_for(folder: Path) -> None:
 
 
 def test_a_crash_in_c_is_told_as_the_rewards(folder: Path) -> None:
-    (folder / "reward.py").write_text("import os\ndef score(completions, **columns):\n    os._exit(7)\n")
+    (folder / "reward.py").write_text("import os\ndef score(completions, **columns):\n    os.abort()\n")
     files = {"reward": folder / "reward.py", "prompts": folder / "prompts.jsonl"}
     found = rehearse(
         InnerConfig(rewards={"function": "reward.py:score"}, data={"prompts": "prompts.jsonl"}),
         files,
         time_s=60.0,
     )
-    assert "reward.py:score: the code ended its process with exit code 7" in found.refused
+    assert "reward.py:score: the code ended its process with exit code -6" in found.refused
 
 
 def test_a_missing_package_is_told_from_a_missing_file_of_a_package_that_is_here() -> None:

@@ -123,6 +123,17 @@ def test_a_stream_stays_plain_when_its_reader_may_go(monkeypatch: pytest.MonkeyP
     assert sys.stdout.raw is not here
 
 
+def test_code_that_closes_the_output_ends_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reward's `sys.stdout.close()`, the replica's next line raised ValueError."""
+    here = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", here)
+    monkeypatch.setattr(sys, "__stdout__", here)
+    survive_lost_output("stdout")
+    sys.stdout.close()
+    print(end="", flush=True)
+    assert not sys.stdout.closed
+
+
 @pytest.mark.parametrize(
     ("text", "plain"),
     [("a\nb", "a b"), ("\x1b\u202e", "\ufffd\ufffd"), ("\u00a0\u2028\t", "   "), ("é漢😀", "é漢😀"), ("", "")],

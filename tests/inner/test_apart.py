@@ -4,8 +4,11 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import torch
 from inner.settings.inner import InnerConfig, Seeds
 from inner.train.build import build_inner
 from inner.train.task_files import load_files
-from inner.usercode.apart import _PROCESS, apart, keep_apart, own_numbers_kept, take_notes
+from inner.usercode.apart import _PROCESS, _read_autocast, apart, keep_apart, own_numbers_kept, take_notes
 from inner.usercode.reward_calls import RewardCalls, StandaloneHost
 from tests.inner.test_toolworld import WORLD, small_folder
 
@@ -94,6 +97,63 @@ def test_settings_and_the_folder_are_as_before_also_after_an_error() -> None:
     with pytest.raises(ValueError, match="after all that"):
         keep_apart(fails, FILE)(completions=[""])
     assert all_settings() == before
+
+
+def opens_autocast() -> None:
+    torch.autocast("cpu", dtype=torch.float16).__enter__()
+
+
+def closes_stdout() -> None:
+    sys.stdout = None  # type: ignore[assignment]
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "torch.autocast": (
+        opens_autocast,
+        lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), _read_autocast(torch)[0]),
+    ),
+    "torch.autograd.set_detect_anomaly": (
+        lambda: torch.autograd.set_detect_anomaly(not torch.is_anomaly_enabled()),
+        torch.is_anomaly_enabled,
+    ),
+    "numpy.seterr": (lambda: np.seterr(all="raise"), np.geterr),
+    "warnings.simplefilter": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "signal.signal": (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), lambda: signal.getsignal(signal.SIGTERM)),
+    "sys.setrecursionlimit": (lambda: sys.setrecursionlimit(10**6), sys.getrecursionlimit),
+    "sys.stdout or sys.stderr": (closes_stdout, lambda: sys.stdout),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_of_the_process_is_undone_and_told(name: str) -> None:
+    """`simplefilter("error")` ended the session at a library's next warning; autocast stayed on in the training."""
+    change, state = CHANGES[name]
+    before = state()
+    keep_apart(lambda completions: change() and None, FILE)(completions=[""])
+    assert state() == before
+    assert [f" calls {name}, which" in note for note in take_notes()] == [True]
+
+
+def test_filters_that_only_hide_warnings_stay() -> None:
+    with warnings.catch_warnings():
+        keep_apart(lambda completions: warnings.filterwarnings("ignore", "of my library"), FILE)(completions=[""])
+        assert "of my library" in str(warnings.filters[0])
+    assert take_notes() == []
+
+
+def test_os_exit_of_a_reward_is_an_error_of_the_reward_and_a_forked_child_still_ends() -> None:
+    """As the replica's own exit code, 2 ended the whole run with "its configuration, files or model are wrong"."""
+    real = os._exit
+    with pytest.raises(SystemExit, match="2"):
+        keep_apart(lambda completions: os._exit(2), FILE)(completions=[""])
+    assert os._exit is real
+
+    def forks(completions: Any) -> int:
+        if (child := os.fork()) == 0:
+            os._exit(5)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert keep_apart(forks, FILE)(completions=[""]) == 5
 
 
 def test_async_rewards_that_overlap_leave_the_trainers_state() -> None:

@@ -31,6 +31,14 @@ def test_an_events_texts_have_no_secret(capsys: pytest.CaptureFixture[str]) -> N
     assert KEY not in str([store.get(key) for key in store.list("")]) + "".join(capsys.readouterr())
 
 
+def test_a_password_in_a_url_of_the_environment_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: an error of a reward that named its proxy carried the proxy's password into the log."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://al:s3cretpw@proxy:3128")
+    text = "ProxyError: http://al:s3cretpw@proxy:3128 refuses 's3cretpw'"
+    assert mask_secrets(text) == "ProxyError: http://***@proxy:3128 refuses '***'"
+    assert secrets_here({"RUN": "s3://bucket/a:b", "AT": "http://host:3128/@x", "SHORT": "redis://:pw@host"}) == []
+
+
 def test_the_last_lines_of_a_container_have_no_secret() -> None:
     assert _make_end(1, tail=(f"key={KEY}",))["tail"] == ["key=***"]
 

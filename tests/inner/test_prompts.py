@@ -197,6 +197,8 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.parquet", b"PAR1 and no more", "is not a Parquet file"),
         ("a.json", b'{"prompt": "x"}', "holds a dict. Write one list of objects"),
         ("a.json", b"[", "is not JSON"),
+        ("a.json", b'[{"prompt": "x", "n": 1, "n": 2}]', "an object names 'n' twice"),
+        ("a.jsonl", b'{"prompt": [{"role": "user", "content": "x", "content": "y"}]}', "line 1 .*'content' twice"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
         pytest.param("a.jsonl", b'{"deep": ' + b"[" * 10**5, "line 1 is not JSON: .*recursion", id="deep line"),
         pytest.param("a.json", b"[" * 10**5, "is not JSON: .*recursion", id="deep list"),
@@ -358,3 +360,12 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
 def test_columns_without_prompts_are_refused() -> None:
     with pytest.raises(InnerError, match=r"inner\.data\.system.*inner\.data\.prompts or inner\.data\.task is set"):
         InnerConfig(data=DataSettings(system="Be brief.")).check()
+
+
+def test_two_columns_of_one_name_in_parquet(tmp_path: Path) -> None:
+    """Before: the last of them was read, and nothing was said."""
+    columns = [pyarrow.array([text]) for text in "qab"]
+    table = pyarrow.table(columns, names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InnerError, match="two columns with one name"):
+        read(tmp_path / "a.parquet", DataSettings())

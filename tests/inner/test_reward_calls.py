@@ -431,6 +431,25 @@ def test_columns_and_environments_are_cut_with_the_completions() -> None:
     assert score_batch(reward)[0] == [float(i) for i in range(16)]
 
 
+def test_a_reward_may_change_the_lists_and_the_messages_that_it_gets() -> None:
+    """An emptied list ended the session; an edited message was what the log, the traces and the next reward saw."""
+
+    def reward(completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+        values = [float(reply.pop()["content"] == right) for reply, right in zip(completions, answer, strict=True)]
+        for given in (completions, answer, columns["prompts"], columns["completion_ids"]):
+            given.clear()
+        return values
+
+    given: dict[str, Any] = {
+        "prompts": [[{"role": "user", "content": "1 or 2?"}]] * 8, "answer": ["1"] * 8, "completion_ids": [[4]] * 8,
+        "completions": [[{"role": "assistant", "content": str(i % 2)}] for i in range(8)],
+    }  # fmt: skip
+    before = repr(given)
+    found, _ = make_reward_calls()
+    assert found.wrap_reward(reward)(**given) == [0.0, 1.0] * 4
+    assert repr(given) == before
+
+
 def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
     logged: list[Any] = []
     turns = iter([True, False])
@@ -448,7 +467,12 @@ def test_what_a_reward_logs_is_passed_on_once_it_has_worked() -> None:
     assert logged == [("mean", 1.0)], "not by the call that failed, not by a part of a batch"
 
 
-@pytest.mark.parametrize("fault", [SystemExit(2), Panic("rust"), asyncio.CancelledError()], ids=repr)
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+@pytest.mark.parametrize("fault", [SystemExit(2), Panic("rust"), asyncio.CancelledError(), Mute()], ids=repr)
 @pytest.mark.parametrize("is_async", [False, True])
 def test_no_fault_of_a_reward_ends_the_replica(fault: BaseException, is_async: bool) -> None:
     """Before: a Rust panic, pytest's fail() or a CancelledError of a library ended the session, and then the run."""

@@ -70,7 +70,10 @@ class BareRounds:
 
     def register_state(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         if key in self._fns and key != "default":
-            raise ValueError(f"state functions for {key!r} are registered already: use one Manager per DiLoCo object")
+            raise ValueError(
+                f"this manager has the state functions for {key!r} of another training. Make a new manager for each "
+                "`with make_diloco(…)`, also after an error"
+            )
         self._fns[key] = (load, save)
 
     def read_states(self) -> dict[str, Any]:

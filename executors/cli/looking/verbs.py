@@ -130,7 +130,7 @@ def _costs(args: Namespace) -> Answer:
     used = box_costs(sampling, report.events, spent.boxes)
     data = {
         "name": report.name,
-        "url": view.run.url,
+        "url": report.url,
         **status.costs_dict(spent),
         **status.cost_status(spent, report.wanted),
         **({"boxes": used.to_dict()} if used else {}),

@@ -46,6 +46,9 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     lines = [*offer.lines(), rate, *sizes, *notes, "nothing was started"]
     if not (unreached := [what for what in (bucket.unreached, checked.unreached) if what]):
         return Answer(data, lines)
+    if bucket.refused:
+        why = bucket.note.removeprefix("not checked: ")
+        return Answer(data, lines, exitcodes.USER_ERROR, f"diloco plan: it could not be started: {why}")
     note = f"diloco plan: it could not be started now: {' and '.join(unreached)} cannot be reached from here"
     return Answer(data, lines, exitcodes.GAVE_UP, note)
 
