@@ -13,9 +13,8 @@ depends only on the chain and on records, so every session of a slot decides ali
 A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
 predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
 
-If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.
-
-With a limit (fleet.keep), old bundles are deleted (old_bundles.py).
+If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.  With a
+limit (fleet.keep), old bundles are deleted (old_bundles.py).
 
 Not promised: that two machines compute the same weights inside a round; so a round's later generations may differ.
 """
@@ -74,8 +73,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
         )
         for _ in range(group.count if group else 1)
     ]  # fmt: skip
-    note = _deletion(run, session, bucket)
-    door = None
+    note, door = _deletion(run, session, bucket), None
     if ahead >= 0 and run.config.fleet.check_rollouts:
         from diloco.replica.door import door_of
 

@@ -11,7 +11,6 @@ Unknown or contradictory settings are errors that name the next thing to do.  Th
 """
 
 import hashlib
-import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -274,7 +273,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raw = with_overrides(raw, changes)
     try:
         config = RunConfig.from_dict(raw, path.parent)
-        if not os.path.exists(config.inner.model) and config.inner.model not in BUILT_IN_MODELS:
+        if config.inner.model not in BUILT_IN_MODELS:
             from diloco.run.overrides import model_beside
 
             config = replace(config, inner=model_beside(config.inner, path.parent))

@@ -32,7 +32,8 @@ def with_overrides(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[s
 def model_beside(inner: InnerConfig, folder: Path) -> InnerConfig:
     """Return [inner] with the absolute path of a model's folder or file that is found only from run.toml's folder."""
     there = folder / os.path.expanduser(inner.model)
-    return replace(inner, model=str(there.resolve())) if there.exists() else inner
+    is_beside = there.exists() and not os.path.exists(inner.model)
+    return replace(inner, model=str(there.resolve())) if is_beside else inner
 
 
 def _read_override(text: str, check: Callable[[Mapping[str, Any]], None]) -> tuple[str, Any]:

@@ -7,7 +7,6 @@
 
     log: platform_silent … platform_answers ──▶ `diloco status`          ──▶ the note of the supervisor's beat
 
-All platforms mark a missing answer in the same way (`unanswered` in base.py), so only this module times an outage.
 The same rules hold for a launch that a platform refuses while the run continues; its outage is named "launch".
 
 Not promised: the state of processes on a silent platform; but heartbeats still show which replicas work.

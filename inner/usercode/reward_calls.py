@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +278,7 @@ class _Call:
         self._given = columns
         self._logs: list[tuple[str, tuple[Any, ...]]] = []
         chosen = columns if step.first else rows_of(columns, step.rows, len(columns["completions"]))
-        self._columns = {n: deepcopy(v) if n in COPIED else [*v] if type(v) is list else v for n, v in chosen.items()}
+        self._columns = {n: _copied(v) if n in COPIED else [*v] if type(v) is list else v for n, v in chosen.items()}
         for name in LOGGERS & set(columns):
             self._columns[name] = lambda *logged, name=name: self._logs.append((name, logged))
 
@@ -295,6 +294,13 @@ class _Call:
         for name, logged in self._logs if self._step.first else ():
             self._given[name](*logged)
         return values
+
+
+def _copied(value: Any) -> Any:
+    """Return messages of their own, whose images are the given ones."""
+    if isinstance(value, list):
+        return [_copied(one) for one in value]
+    return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _run_attempts(steps: Generator[Ask | Again, Answer, Scored], do: Callable[[Ask | Again], Answer]) -> Scored:

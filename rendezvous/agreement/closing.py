@@ -25,7 +25,7 @@ from statistics import median
 from rendezvous import layout
 from rendezvous.agreement import rules
 from rendezvous.agreement.chain import ANCHORS, Chain, lost_record
-from rendezvous.agreement.membership import Membership, Wanted, claims_above, refuse_lost_claim, refuse_lower_quorum
+from rendezvous.agreement.membership import Membership, Wanted, claims_above, refuse_lost_claim
 from rendezvous.agreement.offers import OfferBook
 from rendezvous.agreement.rules import Peer, Rules, Timing
 from rendezvous.agreement.step_wait import StepWait
@@ -154,6 +154,8 @@ class Committer:
         commits = self.chain.recent_commits(self._step, self.rules.window)
         if any(commit.m > members.wanted.min_replicas for commit in commits):
             members.hear_control(self.store)
+            from rendezvous.agreement.lost_records import refuse_lower_quorum
+
             refuse_lower_quorum(self.store, members.wanted, commits)
 
     def _fresh_offers(self, wanted: Wanted) -> dict[str, Offer]:

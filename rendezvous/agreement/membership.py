@@ -31,7 +31,7 @@ from rendezvous.agreement.rules import LARGE_FLEET, STARTING, Peer, Timing, beat
 from rendezvous.background import Emit, Parts, fetch_together, in_turn, no_emit, together_on
 from rendezvous.clock import Clock
 from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousError, StoreError
-from rendezvous.records.records import Beat, Claim, Commit, Control, Leave, Offer, Spent, decode_or_none, new_nonce
+from rendezvous.records.records import Beat, Claim, Control, Leave, Offer, Spent, decode_or_none, new_nonce
 from rendezvous.store import Readable, Store, put_once
 
 CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
@@ -207,21 +207,6 @@ def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None
     above = [m for m in (_control_numbers(store) if numbers is None else numbers) if m > n]
     found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in above]
     return [control for m, control in found if control is not None and control.n == m]
-
-
-def refuse_lower_quorum(store: Readable, wanted: Wanted, commits: Iterable[Commit]) -> None:
-    """Raise RecordsLost if a commit has a higher quorum than every control record that is left.
-
-    A closer follows every control record that is durable before its commit, so the record with this quorum was lost.
-    """
-    known = max(wanted.highest_quorum, wanted.min_replicas)
-    for commit in commits:
-        if commit.m > known:
-            raise RecordsLost(
-                f"commit {commit.t} needed min_replicas = {commit.m}; of the {wanted.records} control records under "
-                f"{store.url}/{layout.CONTROLS} no record asks for more: one was overwritten or has vanished. "
-                f"Without it the run has another quorum, so no replica joins or closes a step. {RESTORE}"
-            )
 
 
 def write_control(store: Store, clock: Clock, known: Wanted | None = None, /, **changes: object) -> Wanted:

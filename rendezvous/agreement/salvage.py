@@ -19,7 +19,7 @@ def read_standing_control(store: Readable) -> tuple[Wanted, str]:
         wanted = read_control(store)
         refuse_lost(store, wanted)
     except (RecordsLost, Forged) as lost:
-        from rendezvous.agreement.stop import standing_state
+        from rendezvous.agreement.lost_records import standing_state
 
         return standing_state(store), str(lost)
     return wanted, ""

@@ -8,15 +8,13 @@ it.  Running replicas have read the first records at their start; now they only 
 Not promised: that replicas read the stop if the newest record has vanished: they look for the next number.
 """
 
-from contextlib import suppress
-from dataclasses import replace
-
 from rendezvous import layout
-from rendezvous.agreement.membership import Wanted, controls_above, read_control, write_control
+from rendezvous.agreement.lost_records import standing_state
+from rendezvous.agreement.membership import write_control
 from rendezvous.clock import Clock
 from rendezvous.errors import Forged, RecordsLost
 from rendezvous.records.records import Control, new_nonce
-from rendezvous.store import Readable, Store, put_once
+from rendezvous.store import Store, put_once
 
 
 def write_stop(store: Store, clock: Clock) -> str:
@@ -31,20 +29,3 @@ def write_stop(store: Store, clock: Clock) -> str:
             n += 1
         return str(lost)
     return ""
-
-
-def standing_state(store: Readable) -> Wanted:
-    """Return the desired state by the records that are left, with all claimed slots."""
-    wanted = Wanted()
-    with suppress(RecordsLost, Forged):
-        wanted = read_control(store)  # up to the first missing record
-    for control in controls_above(store, wanted.records):
-        wanted = wanted.with_control(control)
-    claimed = [slot for key in store.list(layout.CLAIMS) if (slot := layout.claimed_slot(key)) is not None]
-    most = {kind: max((1 + int(name[1:]) for name in claimed if name[0] == kind), default=0) for kind in "ra"}
-    return replace(
-        wanted,
-        universe=max(most["r"], wanted.universe),
-        most_actors=max(most["a"], wanted.most_actors),
-        records=max(1, wanted.records),
-    )
