@@ -95,8 +95,9 @@ class _Recorded(GenerationTrainer):
             made, batch = self._make_bundle(inputs, lambda *rollouts: heard.append(rollouts))
             found = self.places.put(place, made, unfit)
             if found is made:
-                for rollouts in heard if (tell := self.on_rollouts) is not None else ():
-                    tell(*rollouts)
+                if (tell := self.on_rollouts) is not None:
+                    for rollouts in heard:
+                        tell(*rollouts)
                 return batch
             self._forget_metrics(counts)
         return self._train_on(found, inputs)
