@@ -14,9 +14,12 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
+
+from safetensors import SafetensorError, safe_open
 
 from inner.models.gguf import GgufHeader, check_gguf_file
 from inner.models.heads import check_head
@@ -83,13 +86,14 @@ def _gguf_note(config: InnerConfig, header: GgufHeader) -> str:
     return f"{Path(config.model).name} is dequantised to {config.dtype} ({rounding}); the run carries these weights"
 
 
-def cached_snapshot(model: str, revision: str | None, environ: Any = os.environ) -> Path | None:
+def cached_snapshot(model: str, revision: str | None) -> Path | None:
     """Return a Hub model's snapshot folder in this machine's cache; None if the cache does not have it."""
-    cache = cache_folder(environ) / f"models--{model.replace('/', '--')}"
-    name = cache / "refs" / (revision or "main")
-    commit = name.read_text().strip() if name.is_file() else revision or ""
-    folder = cache / "snapshots" / commit
-    return folder if commit and (folder / "config.json").is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # a name that the Hub does not allow
+        found = try_to_load_from_cache(model, "config.json", cache_dir=cache_folder(), revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def cache_folder(environ: Any = os.environ) -> Path:
@@ -135,24 +139,13 @@ def refuse_adapter(folder: Path, what: str) -> None:
     if (path := folder / "adapter_config.json").is_file():
         refuse_pointers([path], what)
         base = read_json(path, what).get("base_model_name_or_path") or "another model"
-        both = (folder / "config.json").is_file()
-        kind = "a model and also" if both else "only"
-        rest = "Or, to train the model without it, move its files (adapter_*) to another folder." if both else ""
-        raise InnerError(
-            f"{what} has {kind} an adapter, of {base}. Merge it into that model first: "
-            f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged'), "
-            f"copy the tokenizer there, and set inner.model to that folder. {rest}".rstrip()
-        )
+        raise InnerError(_ADAPTER.format(what, str(folder), base))
 
 
 def refuse_hub_adapter(model: str, names: Iterable[str]) -> None:
     """Raise InnerError for a repository with an adapter of PEFT.   names: its files."""
     if "adapter_config.json" in names:
-        raise InnerError(
-            f"model = {model!r} has an adapter (adapter_config.json). Merge it into its base first: "
-            f"AutoPeftModelForCausalLM.from_pretrained({model!r}).merge_and_unload().save_pretrained('merged'), save "
-            "the tokenizer there, and set inner.model to that folder."
-        )
+        raise InnerError(_ADAPTER.format(f"model = {model!r}", model, "another model"))
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -218,9 +211,7 @@ def refuse_outputs(config: Any, model: str) -> None:
 
 
 def _check_weights(path: Path, what: str) -> list[str]:
-    """Return the weights' names; none for a .bin.   Raises InnerError for a Git LFS pointer or a truncated file.
-
-    A .safetensors file has 8 bytes of length, a JSON header, and as many bytes of data as the header says."""
+    """Return the weights' names; none for a .bin.   Raises InnerError for a Git LFS pointer or a truncated file."""
     refuse_pointers([path], what)
     if path.suffix == ".bin":
         with path.open("rb") as file:  # torch.save writes a zip file, whose directory is at its end
@@ -228,21 +219,13 @@ def _check_weights(path: Path, what: str) -> list[str]:
         if cut:
             raise InnerError(f"{what}: {path.name} is cut off. Save or download it again.")
         return []
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = path.stat().st_size
-        try:
-            header = json.loads(file.read(min(length, size)))
-            end = max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InnerError(
-                f"{what}: {path.name} is not a safetensors file ({error}). Save or download it again."
-            ) from None
-    if size < 8 + length + end:
+    try:
+        with safe_open(path, "numpy") as weights:
+            return list(weights.keys())
+    except SafetensorError as error:
         raise InnerError(
-            f"{what}: {path.name} is cut off: {size:,} bytes of {8 + length + end:,}. Save or download it again."
-        )
-    return [name for name in header if name != "__metadata__"]
+            f"{what}: {path.name} is cut off, or no safetensors file ({error}). Save or download it again."
+        ) from None
 
 
 def refuse_pointers(paths: Iterable[Path], what: str) -> None:
@@ -349,6 +332,11 @@ def _may_read(model: str, revision: str | None, endpoint: str | None) -> bool:
     return True
 
 
+_ADAPTER = (
+    "{0} has an adapter (adapter_config.json), of {2}. Merge it into that model first: "
+    "AutoPeftModelForCausalLM.from_pretrained({1!r}).merge_and_unload().save_pretrained('merged'), copy the tokenizer "
+    "there, and set inner.model to that folder; or move the files adapter_* away, to train a model without it."
+)
 _GATED = (
     "model = {0!r} is gated: the token of this machine may not read it. Accept its licence at "
     "https://huggingface.co/{0}, `hf auth login`, and give replicas elsewhere the token: --secret HF_TOKEN."
