@@ -134,7 +134,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def without_spoil(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v[:-1] if isinstance(v, list) else v for k, v in row.items()} for row in seen]
+    """What a reward wrote into its own arguments goes; what an environment was reset with has none of that."""
+    spoiled = lambda v: isinstance(v, list) and v[-1:] == ["spoiled"]  # noqa: E731
+    return [{k: v[:-1] if spoiled(v) else v for k, v in row.items()} for row in seen]
 
 
 def check_seen(seen: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
