@@ -239,7 +239,7 @@ def test_a_model_folder_without_a_tokenizer_hears_what_plan_says(
     for model, words in [
         ("bare", "has no tokenizer (tokenizer.json, …). Next: "),
         ("prompts.jsonl", "is a file. Name the"),
-        ("adapter", "has only an adapter, of me/base. Merge it"),
+        ("adapter", "has an adapter (adapter_config.json), of me/base. Merge it"),
     ]:
         typed = ["check", str(project / "run.toml"), "--set", f"inner.model={tmp_path / model}"]
         assert main(typed) == 2 and words in capsys.readouterr().err
