@@ -15,7 +15,6 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -126,7 +125,5 @@ def _lengths(rows: Sequence[Sequence[Any]]) -> Tensor:
 
 
 def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    values = chain.from_iterable(rows)
-    if dtype.is_floating_point:
-        values = (float("nan") if x is None else x for x in values)
-    return torch.tensor(list(values), dtype=dtype)
+    nan = float("nan")
+    return torch.tensor([nan if x is None else x for row in rows for x in row], dtype=dtype)
