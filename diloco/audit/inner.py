@@ -53,7 +53,7 @@ from diloco.runlog.sessions import versions_in
 from inner import build_inner
 from inner.errors import InnerError
 from inner.rollouts.recording.bundle import Bundle
-from inner.rollouts.recording.recorded import BundlePlace, Unfit, record_rollouts
+from inner.rollouts.recording.recorded import BundlePlace, Unfit, can_record, record_rollouts
 from rendezvous import layout
 from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
@@ -209,7 +209,7 @@ class _Session(StandIn):
         (scratch / "inner").mkdir()
         loop: Any = build_inner(run.config.inner, model, files, seeds, REJOIN_WARMUP, scratch=scratch / "inner")
         refuse_other_base(record.base, loop.model)
-        if hasattr(loop, "trainer"):
+        if hasattr(loop, "trainer") and can_record(loop.trainer):
             self._recorded = _Recorded(self._run, self._store, self._holder, self._to, before.outer_steps + self._step)
             record_rollouts(loop.trainer, self._recorded)
         config = replace(run.config.outer, sync_seconds=None)  # an offer's h says when its round ended, not this clock

@@ -50,7 +50,7 @@ class OldBundles:
         if self._began < 0:
             self._began = self._newest
             others = {key.rpartition("/")[0] + "/" for key in self._store.list(self._prefix)} - set(self._steps)
-            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # bundles of other slots
+            self._steps |= dict.fromkeys(others, self._began + self._ahead)  # of earlier sessions, and of this one
         since = self._parent + read_reach(self._store).since
         for prefix in [prefix for prefix, step in list(self._steps.items()) if step < since]:
             self._store.delete(self._store.list(prefix))

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from inner import InnerLoop
 
 PATIENCE_S = 30.0
-KEPT = 8  # first outer steps whose bundles are not deleted before others
+KEPT = 8  # outer steps from the run's beginning on in which no bundle is deleted
 
 
 def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable[[], None]:
@@ -156,13 +156,13 @@ class BucketPlaces:
             return None
         try:
             found = self._look(place, unfit)
+            self.is_past_others = found is None and self.staleness < 0
         except RendezvousError as error:
             self._emit("rollouts_lost", step=place.outer, text=f"recorded rollouts cannot be read: {seen_words(error)}")
             found = None
         if found is not None:
             self._found += 1
             self.after_put(place)
-        self.is_past_others = found is None and self.staleness < 0
         return found
 
     def pass_over(self, found: Bundle) -> None:

@@ -23,7 +23,6 @@ only an edit of the bucket makes. A reader that reads from the first record on f
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from diloco.runlog.scope import WHOLE, Focus, Scope
 from rendezvous import layout
@@ -31,9 +30,6 @@ from rendezvous.agreement.membership import Wanted, read_control
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.layout import SUPERVISOR
 from rendezvous.stores.ahead import Ahead
-
-if TYPE_CHECKING:
-    pass
 
 FIRST_SLOTS = 4  # slots whose claims and heartbeats are requested before the number of slots is known
 CONTROLS = 8  # requested at once

@@ -284,6 +284,25 @@ def test_without_actors_a_session_that_has_found_no_bundle_only_puts() -> None:
     assert stands is not None and stands.pack() == made.pack()
 
 
+def test_a_store_that_fails_once_does_not_end_the_looks_for_a_predecessors_bundles() -> None:
+    (made, _), fails = a_bundle(), [True]
+
+    class Failing(MemoryStore):
+        def get(self, key: str) -> bytes | None:
+            if fails[0]:
+                raise StoreRefused("not now")
+            return super().get(key)
+
+    store = Failing("memory://x")
+    fails[0] = False
+    places(store).put(later := HERE._replace(bundle=1), made, FITS)
+    fails[0] = True
+    here = places(store, by=2, staleness=-1)
+    assert here.find(HERE, FITS) is None
+    fails[0] = False
+    assert here.find(later, FITS) is not None
+
+
 @pytest.mark.parametrize("staleness", [0, -1])
 def test_the_faster_process_wins_and_both_train_on_its_bundle(staleness: int) -> None:
     store, (made, _) = MemoryStore("memory://x"), a_bundle()

@@ -65,7 +65,7 @@ def test_actors_need_replicas_with_a_whole_model(tmp_path: Path) -> None:
     config = RunConfig.from_dict({"inner": {"model": "toolworld"}}, tmp_path)
     places = [Place("local", options={"devices": 2}), Place("local", count=1, actors=True)]
     (fault,) = place_faults.place_faults(config, "runs/x", places, {})
-    assert "trains on its own rollouts only. Start no actors, add [inner.lora]" in fault
+    assert "trains on its own rollouts only. Start no actors, add [inner.lora], or use one device" in fault
     adapter = RunConfig.from_dict({"inner": {"model": "toolworld", **ADAPTER}}, tmp_path)
     assert not list(place_faults.place_faults(adapter, "runs/x", places, {}))
 

@@ -43,7 +43,7 @@ def growth_quote(run: Run, replicas: int, quorum: int | None, actors: int | None
 
 
 def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int | None = None) -> list[str]:
-    """Set new numbers of replicas and actors; return lines for the user.   A number that is None stays unchanged."""
+    """Set new numbers of replicas and actors; return lines for the user.   None leaves a number unchanged."""
     before = read_control(run.store)
     if over := finished_words(run.store, run.url):
         return [over]

@@ -56,8 +56,9 @@ def ranks_fault(config: RunConfig, place: Place, *, has_actors: bool) -> str:
         return ""
     if has_actors and config.inner.lora is None:
         return (
-            f"each replica is to have {place.devices} devices, which share the model's weights without [inner.lora], "
-            "and such a replica trains on its own rollouts only. Start no actors, add [inner.lora], or use one device"
+            f"each replica is to have {place.devices} devices, each with a shard of the weights (there is no "
+            "[inner.lora]), and such a replica trains on its own rollouts only. Start no actors, add [inner.lora], or "
+            "use one device"
         )
     return rank_fault(config, place.devices)
 
