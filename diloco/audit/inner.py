@@ -48,7 +48,7 @@ from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces, staleness_in
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
-from diloco.runlog.reader import read_report
+from diloco.runlog.reader import Report, read_report
 from diloco.runlog.sessions import versions_in
 from inner import build_inner
 from inner.errors import InnerError
@@ -322,7 +322,7 @@ class _Session(StandIn):
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
         inherited = self._recorded.inherited if self._recorded is not None else ""
-        if doubts := self._other_versions or inherited or self._unknown_rate:
+        if doubts := self._other_versions or inherited or self._unknown_rate or self._unrecorded(offer.step):
             text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
             self._to.unchecked.append(text)
             return
@@ -333,9 +333,22 @@ class _Session(StandIn):
     def _other_versions(self) -> str:
         """Return the libraries whose versions are others here than in the session; "" if all are equal or unknown."""
         here = versions_in(library_versions())
-        found = [x.versions for x in read_report(self._run.store).sessions if (x.slot, x.generation) == self._holder]
+        found = [x.versions for x in self._report.sessions if (x.slot, x.generation) == self._holder]
         other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
         return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
+
+    def _unrecorded(self, step: int) -> str:
+        """Return what the session's log says of rollouts until this step that the store did not take; "" if nothing.
+
+        In their places may be bundles of others, on which the session did not train."""
+        until = self._run.record.parent.outer_steps + step
+        lost = [e for e in self._report.of_kind("rollouts_lost") if (e["slot"], e["generation"]) == self._holder]
+        told = [e for e in lost if type(e.get("step")) is int and e["step"] <= until]
+        return f"in outer step {told[0]['step']}, {told[0].get('text', '')}" if told else ""
+
+    @cached_property
+    def _report(self) -> Report:
+        return read_report(self._run.store)
 
     def _note_blindness(self, offer: Offer) -> None:
         """Note once that from this offer on the session trained on rollouts that are gone."""

@@ -13,8 +13,8 @@ depends only on the chain and on records, so every session of a slot decides ali
 A bundle may cause a session's end, if its rollouts are too long for the device's memory. So a session whose two
 predecessors ended without counted work ignores the bundles of others, and draws noise of its own.
 
-If the store fails, a bundle is not recorded, but no step is lost: the trainer continues with its own rollouts.  With a
-limit (fleet.keep), old bundles are deleted (old_bundles.py).
+If the store fails, this outer step's bundles are not recorded any more, but no step is lost: the trainer continues with
+its own rollouts, and waits for the store only once.  With fleet.keep, old bundles are deleted (old_bundles.py).
 
 Not promised: that two machines compute the same weights inside a round; so a round's later generations may differ.
 """
@@ -144,6 +144,7 @@ class BucketPlaces:
         self._outer, self._found, self.expired = -1, 0, 0  # outer step of the newest place; two counts of this step
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
+        self._lost_in = -1  # an outer step in which the store failed: no further wait for it before the next one
         self.is_past_others = False  # without actors, a session that has found no bundle asks for no other: `put` does
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
@@ -152,7 +153,7 @@ class BucketPlaces:
         if place.outer > self._outer:
             self.tell()
         self._outer, self._attempt = place.outer, 0
-        if self.is_past_others:
+        if self.is_past_others or place.outer == self._lost_in:
             return None
         try:
             found = self._look(place, unfit)
@@ -186,12 +187,15 @@ class BucketPlaces:
 
     def put(self, place: BundlePlace, made: Bundle, unfit: Unfit) -> Bundle:
         """Record `made`. Return the bundle that counts for this place."""
+        if place.outer == self._lost_in:
+            return made
         try:
             stands = self._put(place, made, unfit)
             self.after_put(place)
             return stands
         except (RendezvousError, ValueError) as error:  # ValueError: of `pack`
             self._emit("rollouts_lost", step=place.outer, text=f"these rollouts are not recorded: {seen_words(error)}")
+            self._lost_in = place.outer if isinstance(error, RendezvousError) else self._lost_in
             return made
 
     def deliver(self, place: BundlePlace, made: Bundle) -> bool:

@@ -127,6 +127,13 @@ def _other_settings_give_others(fleet: Fleet) -> None:
         found = recompute_offers(run)
     assert not found.off and len(found.unchecked) == 4
     assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]
+    log = Path(fleet.url, "log", "r00-1")
+    told = {"event": "rollouts_lost", "at": time.time(), "slot": "r00", "generation": 1, "step": 1, "text": "no answer"}
+    (added := log / f"{len(list(log.glob('*[0-9].jsonl'))):06d}.jsonl").write_text(json.dumps(told) + "\n")
+    found_then = recompute_offers(run)
+    added.unlink()
+    assert sorted(name for _, _, name, _ in found_then.off) == ["r00-1", "r01-2", "r01-2"]
+    assert [one for one in found_then.unchecked if "and in outer step 1, no answer" in one and "r00-1" in one]
     verdict = Verdict([0])
     found.add_to(verdict)
     assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
@@ -282,6 +289,22 @@ def test_without_actors_a_session_that_has_found_no_bundle_only_puts() -> None:
     assert other.find(late, FITS) is None and other.put(late, made, FITS) is made
     stands = here.put(late, a_bundle()[0], FITS) if here.find(late, FITS) is None else None
     assert stands is not None and stands.pack() == made.pack()
+
+
+def test_a_store_that_fails_is_waited_for_once_in_an_outer_step() -> None:
+    """Before, an outage cost PATIENCE_S in each generation, though the round could end without the store."""
+    tries = list[str]()
+
+    class Silent(MemoryStore):
+        def create(self, key: str, body: Any) -> None:
+            tries.append(key)
+            raise StoreRefused("not now")
+
+    (made, _), here = a_bundle(), places(Silent("memory://x"), told := list[Any](), staleness=-1)
+    for outer, generation in ((5, 42), (5, 43), (5, 44), (6, 45)):
+        place = BundlePlace(outer, generation, 0)
+        assert here.find(place, FITS) is None and here.put(place, made, FITS) is made
+    assert len(tries) == 2 and [fields["step"] for _, fields in told] == [5, 6]
 
 
 def test_a_store_that_fails_once_does_not_end_the_looks_for_a_predecessors_bundles() -> None:
