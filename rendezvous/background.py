@@ -85,6 +85,8 @@ def at_once(*jobs: Job) -> None:
     def run(job: Job) -> None:
         try:
             job()
+        except KeyboardInterrupt:  # you end the command: do not wait for the other requests
+            raise
         except BaseException as error:
             errors.append(error)
 

@@ -1,14 +1,11 @@
 """Compute pseudogradients again: take a session's inner steps once more, from the bucket alone.
 
-    θ_s from the chain ─▶ the replica's own loop, on its recorded rollouts ─▶ Δ ─▶ the codec ─▶ the offer's digest?
+    θ_s from the chain ─▶ the replica's own loop, on its recorded rollouts ─▶ Δ ─▶ the codec ─▶ comparison.py
          ▲                    sync after the offer's h inner steps                                    │
          └──────────────────────────── θ of the session's next step ◀─────────────────────────────────┘
 
 A session is followed from its first offer to its last, because its optimizer's state continues from step to step.
 Rollouts that were not recorded are made again, with the session's seeds.
-
-    equal    the same bytes              close    within CLOSE of its length: another machine rounds in other places
-    differs  another pseudogradient than these rollouts, rows and settings give
 
 A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
 A gone bundle of a replacement's first outer step is made again with the replacement's seeds. If it was a predecessor's,
@@ -22,16 +19,16 @@ processor or a GPU.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diloco.audit.verdict import UNSEEN, Difference, Verdict
+from diloco.audit.comparison import Holder, OfferComparison, Recomputed
 from diloco.model.contributions import read_mean
 from diloco.model.export import model_record, start_arrays, start_folder
 from diloco.model.fetch import fetch_files
@@ -40,7 +37,6 @@ from diloco.outer.loop import OuterLoop
 from diloco.outer.make import make_diloco
 from diloco.outer.managers.stand_in import StandIn
 from diloco.outer.rounds import Work, is_alone
-from diloco.process.processes import library_versions
 from diloco.process.ranks import forget_launcher
 from diloco.process.watchdog import Watchdog
 from diloco.replica.door import RolloutDoor
@@ -48,8 +44,6 @@ from diloco.replica.replica import REJOIN_WARMUP, data_position, seeds_of
 from diloco.replica.rollouts import BucketPlaces, staleness_in
 from diloco.run.config import ConfigError
 from diloco.run.record import Run
-from diloco.runlog.reader import Report, read_report
-from diloco.runlog.sessions import versions_in
 from inner import build_inner
 from inner.errors import InnerError
 from inner.rollouts.recording.bundle import Bundle
@@ -59,59 +53,18 @@ from rendezvous.agreement.chain import Chain, first_open_step
 from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
-from rendezvous.codecs import get_codec
 from rendezvous.errors import RendezvousError
-from rendezvous.keeping.garbage import blob_stands
 from rendezvous.means.reduce import Reducer
-from rendezvous.records.digests import required_digest_kind
 from rendezvous.records.records import Commit, Offer, decode_or_none
 from rendezvous.records.rollouts import read_record
-from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
 from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import VOID, PatientStore, Store
 
-CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
 PATIENCE_S = 10.0
 MOST_THREADS = 256  # OpenMP would end this process if a forged record named very many
 LOOKED_AT = 20  # about so many of a slot's bundles are read for its process's number of threads
 
 Tell = Callable[[str], None]
-
-
-class Holder(NamedTuple):
-    """A session: its slot and generation."""
-
-    slot: str
-    generation: int
-
-    def __str__(self) -> str:
-        return f"{self.slot}-{self.generation}"
-
-
-@dataclass
-class Recomputed:
-    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that were not checked.
-
-    stopped: how many sessions could not be followed on this machine, for example without a package of the user's code.
-    """
-
-    equal: int = 0
-    close: list[float] = field(default_factory=list[float])
-    off: list[tuple[int, str, str, str]] = field(default_factory=list[tuple[int, str, str, str]])
-    remade: int = 0
-    stopped: int = 0
-    unchecked: list[str] = field(default_factory=list[str])
-
-    def add_to(self, verdict: Verdict) -> None:
-        """Add these findings to those of `verify`."""
-        verdict.differences += [Difference(*one) for one in self.off]
-        verdict.unchecked = [one for one in verdict.unchecked if one != UNSEEN] + self.unchecked
-        verdict.inner, verdict.stopped = self.in_words(), self.stopped
-
-    def in_words(self) -> str:
-        near = f", {len(self.close)} within {max(self.close):.0e} of their length" if self.close else ""
-        made = f"; {self.remade} bundles of rollouts were not recorded and were made again" if self.remade else ""
-        return f"pseudogradients computed again: {self.equal} equal to the byte{near}, {len(self.off)} differ{made}"
 
 
 def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
@@ -177,15 +130,13 @@ class _Session(StandIn):
         self._offers = offers
         self._to = to
         self._clock = SystemClock()
-        self._kind = required_digest_kind(store)
         self._rules = run.config.outer.rules
-        self._encoder = Encoder(self._rules.codec, digests=self._kind)
+        self._comparison = OfferComparison(run, store, holder, to)
         self._reducer = Reducer(store, self._clock, no_emit, self._rules, together=together_on(run.store))
         self._step = min(offers)
         self._inner = 0
         self._taken: Commit | None = None
         self._recorded: _Recorded | None = None
-        self._blind = False  # whether rollouts were lost that cannot be made again
         self.rounds = self
         self.watchdog = Watchdog(self._clock, 0.0)
         self.stats: Callable[[], dict[str, float]] = dict
@@ -250,7 +201,11 @@ class _Session(StandIn):
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, **_: Any) -> Work:
         """Compare Δ with the offer, and then write the mean of the step's commit over Δ."""
         delta = tensor.detach().numpy()
-        self._compare(delta, self._offers[self._step])
+        lost, inherited = (self._recorded.lost, self._recorded.inherited) if self._recorded is not None else ("", "")
+        self._comparison.compare(
+            delta, self._loop.thetas[0].numpy(), self._offers[self._step],
+            lost=lost, doubt=inherited or self._unknown_rate,
+        )  # fmt: skip
         if self._step == max(self._offers):
             raise _Checked
         commit = self._chain.read(self._step)
@@ -305,74 +260,6 @@ class _Session(StandIn):
         if min(self._offers) or len(numbers) == 1:
             return ""
         return f"before the first commit, its learning rate depends on the number of replicas, which changed: {numbers}"
-
-    # ---------------------------------------------------------------- the comparison
-
-    def _compare(self, delta: np.ndarray, offer: Offer) -> None:
-        if self._blind or (self._recorded is not None and self._recorded.lost):
-            return self._note_blindness(offer)
-        ranges = shard_grid(delta.size, codec_alignment(self._rules.codec), self._rules.shard_elements)
-        written = self._encoder.encode_in_shards(0, delta, ranges, self._loop.thetas[0].numpy())
-        if written.digest == offer.digest:
-            self._to.equal += 1
-            return
-        share = self._difference(written.body, offer, delta.size)
-        if share is not None and share <= CLOSE:
-            self._to.close.append(share)
-            return
-        how = "" if share is None else f", which differs from it by {share:.1g} of its length"
-        inherited = self._recorded.inherited if self._recorded is not None else ""
-        if doubts := self._other_versions or inherited or self._unknown_rate or self._unrecorded(offer.step):
-            text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
-            self._to.unchecked.append(text)
-            return
-        text = f"its rollouts, rows and settings give another pseudogradient{how}"
-        self._to.off.append((offer.step, offer.blob, str(self._holder), text))
-
-    @cached_property
-    def _other_versions(self) -> str:
-        """Return the libraries whose versions are others here than in the session; "" if all are equal or unknown."""
-        here = versions_in(library_versions())
-        found = [x.versions for x in self._report.sessions if (x.slot, x.generation) == self._holder]
-        other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
-        return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
-
-    def _unrecorded(self, step: int) -> str:
-        """Return what the session's log says of rollouts until this step that the store did not take; "" if nothing.
-
-        In their places may be bundles of others, on which the session did not train."""
-        until = self._run.record.parent.outer_steps + step
-        lost = [e for e in self._report.of_kind("rollouts_lost") if (e["slot"], e["generation"]) == self._holder]
-        told = [e for e in lost if type(e.get("step")) is int and e["step"] <= until]
-        return f"in outer step {told[0]['step']}, {told[0].get('text', '')}" if told else ""
-
-    @cached_property
-    def _report(self) -> Report:
-        return read_report(self._run.store)
-
-    def _note_blindness(self, offer: Offer) -> None:
-        """Note once that from this offer on the session trained on rollouts that are gone."""
-        if not self._blind:
-            lost = self._recorded.lost if self._recorded is not None else ""
-            text = f"pseudogradients of {self._holder} from step {offer.step} on: {lost}"
-            self._to.unchecked.append(text)
-        self._blind = True
-
-    def _difference(self, body: np.ndarray, offer: Offer, elements: int) -> float | None:
-        """Return ‖mine − offered‖ / ‖offered‖; None if the offered bytes are gone."""
-        if not blob_stands(self._store, offer.blob, offer.size):
-            return None
-        offered = np.empty(offer.size, np.uint8)
-        self._store.get_into(offer.blob, offered.data)
-        mine, theirs = (self._decoded(one, elements).astype(np.float64) for one in (body, offered))
-        return float(np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30))
-
-    def _decoded(self, body: np.ndarray, elements: int) -> np.ndarray:
-        if self._rules.codec == "fp32":
-            return body.view(np.float32)
-        out = np.empty(elements, np.float32)
-        get_codec(self._rules.codec).decode(body, out)
-        return out
 
 
 class _Recorded(BucketPlaces):

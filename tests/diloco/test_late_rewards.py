@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from diloco.audit.inner import Holder, Recomputed, _Recorded  # pyright: ignore[reportPrivateUsage]
+from diloco.audit.comparison import Holder, Recomputed
+from diloco.audit.inner import _Recorded  # pyright: ignore[reportPrivateUsage]
 from diloco.model.late_rewards import count_late_rewards, give_reward, write_pairs
 from diloco.model.traces import freeze, run_states
 from diloco.replica.old_bundles import OldBundles

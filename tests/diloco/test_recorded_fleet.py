@@ -123,7 +123,7 @@ def _other_settings_give_others(fleet: Fleet) -> None:
     run = replace(run, record=replace(run.record, config={**run.record.config, "inner": inner}))
     assert len(recompute_offers(run).off) == 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diloco.audit.inner.library_versions", lambda: "trl 9.9, torch 1.0")
+        patch.setattr("diloco.audit.comparison.library_versions", lambda: "trl 9.9, torch 1.0")
         found = recompute_offers(run)
     assert not found.off and len(found.unchecked) == 4
     assert "the session ran torch" in found.unchecked[0] and ", here 9.9. Check it with" in found.unchecked[0]

@@ -4,7 +4,9 @@ in_turn    a folder, memory: a request costs no more than a copy
 at_once    S3: a thread each
 """
 
+import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ from rendezvous.background import at_once, in_turn, together_on
 from rendezvous.engine.allreduce import ObjectStoreAllReduce
 from rendezvous.means.reduce import Reducer
 from rendezvous.store import Store
+from rendezvous.stores.cloud import store as cloud
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.signed import SignedStore
 from tests.rendezvous.test_engine import pair, together
@@ -68,3 +71,32 @@ def test_an_export_reads_bodies_in_the_way_of_its_store(tmp_path: Any) -> None:
     with patch.object(history, "Reducer", spied), pytest.raises(ConfigError, match="no readable snapshot yet"):
         history.state_at(fleet.run, fleet.model, None)
     assert built == [in_turn]
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt here, also where the tests run as a job in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_does_not_wait_for_requests_of_other_threads(ctrl_c: None) -> None:
+    answered = threading.Event()
+    with pytest.raises(KeyboardInterrupt):
+        at_once(lambda: signal.raise_signal(signal.SIGINT), lambda: [None, answered.wait()][0])
+    answered.set()
+
+
+def test_a_signal_just_before_the_main_thread_waits_is_heard(ctrl_c: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen once in sixty under load: the wait had no end, so the first Ctrl-C was heard with the bucket's answer."""
+    monkeypatch.setattr(cloud, "TURN_S", 0.01)
+    heard = threading.Event()
+
+    def request() -> bool:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # it does not interrupt the main thread's wait
+        return heard.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        cloud._heeding_signals(request)  # pyright: ignore[reportPrivateUsage]
+    heard.set()

@@ -10,7 +10,7 @@ Not promised: a picture that is newer than its bucket; stale data are marked wit
 """
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from diloco.runlog.opening import View
@@ -69,6 +69,8 @@ class RunLooks:
         """Look once; return None if nothing new was read.   Raises the store's errors; the next call continues."""
         begun = self._begun
         self._begun = None
+        while begun and not wait([begun], timeout=1.0).done:
+            pass  # Python hears a Ctrl-C that arrives just before a turn of the wait only after that turn
         report = self._live.next_look() if begun is None else begun.result()
         if report is None:
             return None

@@ -1,0 +1,149 @@
+"""Compare a pseudogradient that was computed again with its offer.
+
+    Δ ─codec─▶ the offer's digest? ─▶ equal, to the byte
+                     │ no
+    ‖mine − offered‖ / ‖offered‖ ≤ CLOSE ─▶ close: another machine rounds in other places
+                     │ no
+    a doubt: other library versions, rollouts that are gone ─▶ not checked, with the doubt
+                     │ none
+                  differs: another pseudogradient than these rollouts, rows and settings give
+
+Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks those.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from diloco.audit.verdict import UNSEEN, Difference, Verdict
+from diloco.process.processes import library_versions
+from diloco.run.record import Run
+from diloco.runlog.reader import Report, read_report
+from diloco.runlog.sessions import versions_in
+from rendezvous.codecs import get_codec
+from rendezvous.keeping.garbage import blob_stands
+from rendezvous.records.digests import required_digest_kind
+from rendezvous.records.records import Offer
+from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
+from rendezvous.store import Store
+
+CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
+
+
+class Holder(NamedTuple):
+    """A session: its slot and generation."""
+
+    slot: str
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.slot}-{self.generation}"
+
+
+@dataclass
+class Recomputed:
+    """The result.   off: offers that differ, as (step, blob, slot, text).   unchecked: parts that were not checked.
+
+    stopped: how many sessions could not be followed on this machine, for example without a package of the user's code.
+    """
+
+    equal: int = 0
+    close: list[float] = field(default_factory=list[float])
+    off: list[tuple[int, str, str, str]] = field(default_factory=list[tuple[int, str, str, str]])
+    remade: int = 0
+    stopped: int = 0
+    unchecked: list[str] = field(default_factory=list[str])
+
+    def add_to(self, verdict: Verdict) -> None:
+        """Add these findings to those of `verify`."""
+        verdict.differences += [Difference(*one) for one in self.off]
+        verdict.unchecked = [one for one in verdict.unchecked if one != UNSEEN] + self.unchecked
+        verdict.inner, verdict.stopped = self.in_words(), self.stopped
+
+    def in_words(self) -> str:
+        near = f", {len(self.close)} within {max(self.close):.0e} of their length" if self.close else ""
+        made = f"; {self.remade} bundles of rollouts were not recorded and were made again" if self.remade else ""
+        return f"pseudogradients computed again: {self.equal} equal to the byte{near}, {len(self.off)} differ{made}"
+
+
+class OfferComparison:
+    """The comparison of one session's offers with their pseudogradients; writes its findings into `to`."""
+
+    def __init__(self, run: Run, store: Store, holder: Holder, to: Recomputed) -> None:
+        self._run = run
+        self._store = store
+        self._holder = holder
+        self._to = to
+        self._rules = run.config.outer.rules
+        self._encoder = Encoder(self._rules.codec, digests=required_digest_kind(store))
+        self._blind = False  # whether rollouts were lost that cannot be made again
+
+    def compare(self, delta: np.ndarray, theta: np.ndarray, offer: Offer, *, lost: str, doubt: str) -> None:
+        """Compare Δ, computed from θ, with the offer.
+
+        lost: the rollouts that are gone, "" if none; from then on nothing is compared.
+        doubt: why a difference would be no fault, "" if it would be one.
+        """
+        if self._blind or lost:
+            return self._note_blindness(offer, lost)
+        ranges = shard_grid(delta.size, codec_alignment(self._rules.codec), self._rules.shard_elements)
+        written = self._encoder.encode_in_shards(0, delta, ranges, theta)
+        if written.digest == offer.digest:
+            self._to.equal += 1
+            return
+        share = self._difference(written.body, offer, delta.size)
+        if share is not None and share <= CLOSE:
+            self._to.close.append(share)
+            return
+        how = "" if share is None else f", which differs from it by {share:.1g} of its length"
+        if doubts := self._other_versions or doubt or self._unrecorded(offer.step):
+            text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
+            self._to.unchecked.append(text)
+            return
+        text = f"its rollouts, rows and settings give another pseudogradient{how}"
+        self._to.off.append((offer.step, offer.blob, str(self._holder), text))
+
+    @cached_property
+    def _other_versions(self) -> str:
+        """Return the libraries whose versions are others here than in the session; "" if all are equal or unknown."""
+        here = versions_in(library_versions())
+        found = [x.versions for x in self._report.sessions if (x.slot, x.generation) == self._holder]
+        other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
+        return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
+
+    def _unrecorded(self, step: int) -> str:
+        """Return what the session's log says of rollouts until this step that the store did not take; "" if nothing.
+
+        In their places may be bundles of others, on which the session did not train."""
+        until = self._run.record.parent.outer_steps + step
+        lost = [e for e in self._report.of_kind("rollouts_lost") if (e["slot"], e["generation"]) == self._holder]
+        told = [e for e in lost if type(e.get("step")) is int and e["step"] <= until]
+        return f"in outer step {told[0]['step']}, {told[0].get('text', '')}" if told else ""
+
+    @cached_property
+    def _report(self) -> Report:
+        return read_report(self._run.store)
+
+    def _note_blindness(self, offer: Offer, lost: str) -> None:
+        """Note once that from this offer on the session trained on rollouts that are gone."""
+        if not self._blind:
+            self._to.unchecked.append(f"pseudogradients of {self._holder} from step {offer.step} on: {lost}")
+        self._blind = True
+
+    def _difference(self, body: np.ndarray, offer: Offer, elements: int) -> float | None:
+        """Return ‖mine − offered‖ / ‖offered‖; None if the offered bytes are gone."""
+        if not blob_stands(self._store, offer.blob, offer.size):
+            return None
+        offered = np.empty(offer.size, np.uint8)
+        self._store.get_into(offer.blob, offered.data)
+        mine, theirs = (self._decoded(one, elements).astype(np.float64) for one in (body, offered))
+        return float(np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30))
+
+    def _decoded(self, body: np.ndarray, elements: int) -> np.ndarray:
+        if self._rules.codec == "fp32":
+            return body.view(np.float32)
+        out = np.empty(elements, np.float32)
+        get_codec(self._rules.codec).decode(body, out)
+        return out
