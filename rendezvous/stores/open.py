@@ -20,7 +20,7 @@ def open_store(url: str, *, make: bool = True) -> Store:
     Raise ValueError for an unknown kind of URL.
     """
     scheme, colon, rest = url.partition("://")
-    if (not scheme.islower() or (scheme == "file" and rest[:1] != "/")) if colon else ":" in url:
+    if (not scheme.islower() or (scheme == "file" and rest[:1] != "/")) if colon else (":" in url or "//" in url):
         from rendezvous.stores.urls import plain_spelling
 
         scheme, colon, rest = plain_spelling(url).partition("://")

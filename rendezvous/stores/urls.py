@@ -9,7 +9,7 @@ from pathlib import Path
 
 NO_INODES = "Delete some files there: the disk has no inode left, though it may have space (df -i)"
 HERE = ("localhost", "127.0.0.1")
-ONE_SLASH = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+):/?(?!/)", re.IGNORECASE)
+MISTYPED = re.compile(r"(s3|gs|az|hf|modal|memory|file|https?|fsspec\+\w+)(:/?(?!/)|[;.,]?//)", re.IGNORECASE)
 
 
 def plain_spelling(url: str) -> str:
@@ -17,7 +17,7 @@ def plain_spelling(url: str) -> str:
     scheme, colon, rest = url.partition("://")
     shown = rest.rpartition("@")[2].partition("?")[0]  # no password, no query
     if not colon:
-        refuse_one_slash(url)
+        refuse_mistyped(url)
     elif scheme != scheme.lower():
         raise ValueError(f"no store for {scheme}://: write it in lower case, {scheme.lower()}://{shown}")
     elif scheme == "file" and rest[:1] not in ("", "/"):
@@ -41,9 +41,9 @@ def room_words(root: Path) -> str:
     return NO_INODES if disk.f_files and not disk.f_favail else "Free some space on that disk"
 
 
-def refuse_one_slash(path: str) -> None:
-    """Raise ValueError for a path that is a URL with too few slashes, unless a folder has that very name."""
-    typed = ONE_SLASH.match(path)
+def refuse_mistyped(path: str) -> None:
+    """Raise ValueError for a path that is a URL with a mistyped "://", unless a folder has that very name."""
+    typed = MISTYPED.match(path)
     if typed is None or Path(path).exists():
         return
     scheme, rest = typed[1].lower(), path[typed.end() :].rpartition("@")[2].partition("?")[0]  # no password, no query

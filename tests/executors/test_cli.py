@@ -158,10 +158,11 @@ def test_a_store_that_nobody_knows(capsys):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [("s3:/bucket/a", "s3://bucket/a"), ("gs:/", "gs://"), ("hf:buckets/a/b", "hf://buckets/a/b"), ("modal:/x", "modal://x"),
-     ("file:/tmp/x", "file:///tmp/x"), ("AZ:/b/x", "az://b/x"), ("s3:/k:SECRET@b/x?secret=SECRET", "s3://b/x")],
+     ("file:/tmp/x", "file:///tmp/x"), ("AZ:/b/x", "az://b/x"), ("s3:/k:SECRET@b/x?secret=SECRET", "s3://b/x"),
+     ("s3//bucket/a", "s3://bucket/a"), ("gs;//b", "gs://b"), ("file//tmp/x", "file:///tmp/x")],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["status", "train"])
-def test_a_url_with_a_slash_too_few_is_no_folder(capsys, config, monkeypatch, verb, typed, meant):
+def test_a_mistyped_url_is_no_folder(capsys, config, monkeypatch, verb, typed, meant):
     """Before: a folder of this machine, `s3:`, was made, and the run trained into it."""
     monkeypatch.chdir(config.parent)
     before = sorted(os.listdir())
