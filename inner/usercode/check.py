@@ -15,6 +15,7 @@ Not promised: that the reward is right. In the run, each call checks again how m
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from inner.replay.pairs import training_pairs
 from inner.settings.channels import ProcessSettings
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import entry_point, is_code, is_one_file, setting_of
+from inner.usercode.deadline import TimedOut, call_within
 from inner.usercode.reward_form import SILENT, START, call_fault, call_of, sameness
 from inner.usercode.reward_words import user_lines
 from inner.usercode.userfiles import (
@@ -40,10 +42,26 @@ from inner.usercode.userfiles import (
     weighted_rewards,
 )
 
+LIMIT_S = 120.0  # a judge's model may be loaded meanwhile
 
-def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None) -> None:
-    """Raise InnerError for the first file or setting that cannot work.   steps: the run's inner steps, for rewards."""
+
+def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None, limit_s: float = LIMIT_S) -> None:
+    """Raise InnerError for the first file or setting that cannot work.   steps: the run's inner steps, for rewards.
+
+    limit_s: the user's code is interrupted after it, and stderr says so; the replicas call it with their own limits.
+    """
     START.max_steps = steps or START.max_steps
+    try:
+        call_within(limit_s, lambda: _check_files(config, files))
+    except TimedOut:
+        print(
+            f"not checked: trying the run's code took longer than {limit_s:g} s. The replicas call it with their own "
+            "limits (inner.rewards.timeout_s)",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def _check_files(config: InnerConfig, files: Files) -> None:
     if config.loop == "supervised":
         _check_text(config, files)
         return

@@ -141,6 +141,16 @@ def test_check_shows_what_is_wrong_with_a_reward(tmp_path: Path, body: str, word
         check_inner(InnerConfig(**OWN), reward_file(tmp_path, body))
 
 
+@pytest.mark.parametrize(
+    "body",
+    ["import threading\nthreading.Event().wait()\n", "import threading\ndef f(**c):\n    threading.Event().wait()\n"],
+)
+def test_a_check_ends_although_the_users_code_does_not(tmp_path: Path, body: str, capsys) -> None:
+    """Before: a reward that waited for ever kept the run's model from being published, without a word."""
+    check_inner(InnerConfig(**OWN), reward_file(tmp_path, body), limit_s=0.05)
+    assert "not checked: trying the run's code took longer than 0.05 s" in capsys.readouterr().err
+
+
 def test_a_reward_for_texts_that_is_asked_about_chats_is_told_where_the_text_is(tmp_path: Path) -> None:
     files = reward_file(tmp_path, "def f(completions, **c):\n    return [len(x.strip()) for x in completions]\n")
     chat = '{"prompt": [{"role": "user", "content": "a"}]}\n'
