@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,13 @@ def python_path() -> str:
 
 
 def copy_files(files: Files, scratch: Path) -> dict[str, str]:
-    """Copy the user's files; return kind -> the copy's path."""
-    copies = {kind: scratch / kind / Path(path).name for kind, path in files.items()}
-    for kind, copy in copies.items():
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(files[kind], copy)
-    return {kind: str(copy) for kind, copy in copies.items()}
+    """Copy the user's files, code below its digest as in a run (fetch.py); return kind -> the copy's path."""
+    copies = dict[str, str]()
+    for kind, path in ((kind, Path(path)) for kind, path in files.items()):
+        folder = scratch / (sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" else kind)
+        folder.mkdir(exist_ok=True)
+        copies[kind] = str(shutil.copyfile(path, folder / path.name))
+    return copies
 
 
 def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:

@@ -87,8 +87,7 @@ def _code_file(kind: str, spelling: str, files: Files) -> Path:
 def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
     """Run the user's file once per process."""
     path = _code_file(kind, spelling, files)
-    digits = sha256(str(path.resolve()).encode() + path.read_bytes()).hexdigest()[:12]
-    name = f"inner_user_{kind.partition('.')[0]}_{digits}"  # rewards in one file share one module
+    name = _module_name(kind, path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -107,6 +106,20 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
             f"{setting_of(kind)} = {spelling!r} could not be imported.\n{user_lines(error, path)}"
         ) from error
     return module
+
+
+def _module_name(kind: str, path: Path) -> str:
+    """Return the name of the file's module: rewards in one file share one module.
+
+    A run's copy lies in a folder with the file's digest as its name.  Then worker processes that the user's code starts
+    can import the module by the name; they have this process's sys.path."""
+    body = path.read_bytes()
+    if path.parent.name == sha256(body).hexdigest() and "." not in path.stem:
+        if (copies := str(path.parent.parent.absolute())) not in sys.path:
+            sys.path.append(copies)
+        return f"{path.parent.name}.{path.stem}"
+    digits = sha256(str(path.resolve()).encode() + body).hexdigest()[:12]
+    return f"inner_user_{kind.partition('.')[0]}_{digits}"
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:

@@ -1,6 +1,7 @@
 """Config, seeds, user files, lazy imports: what is refused, with which next step."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from inner import InnerConfig, InnerError, Seeds, check_inner
-from inner.usercode.rehearse import rehearse
+from inner.usercode.rehearse import copy_files, rehearse
+from inner.usercode.userfiles import load_module
 
 OWN = {"model": "some/model", "data": {"prompts": "p.jsonl"}, "rewards": {"function": "r.py:f"}}
 
@@ -149,6 +151,19 @@ def test_a_check_ends_although_the_users_code_does_not(tmp_path: Path, body: str
     """Before: a reward that waited for ever kept the run's model from being published, without a word."""
     check_inner(InnerConfig(**OWN), reward_file(tmp_path, body), limit_s=0.05)
     assert "not checked: trying the run's code took longer than 0.05 s" in capsys.readouterr().err
+
+
+def test_a_worker_process_of_a_reward_can_import_the_runs_copy_of_its_file(tmp_path: Path, monkeypatch) -> None:
+    """Before: the workers of a spawned or forkserver's Pool failed one after the other, and the call waited for ever."""
+    body = (
+        "def worth(text):\n    return float(len(text))\ndef f(completions, **c):\n    return map(worth, completions)\n"
+    )
+    files = {kind: Path(path) for kind, path in copy_files(reward_file(tmp_path, body), tmp_path).items()}
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = load_module("reward", "r.py:f", files)
+    worker = "import pickle, sys; sys.path = eval(sys.argv[1]); print(pickle.loads(bytes.fromhex(sys.argv[2]))('abc'))"
+    words = [sys.executable, "-c", worker, repr(sys.path), pickle.dumps(module.worth).hex()]
+    assert subprocess.run(words, capture_output=True, text=True, check=True, cwd="/").stdout == "3.0\n"
 
 
 def test_a_reward_for_texts_that_is_asked_about_chats_is_told_where_the_text_is(tmp_path: Path) -> None:

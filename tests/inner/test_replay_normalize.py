@@ -28,6 +28,7 @@ from inner import (
 from inner.replay.normalize import INSTALL, RECIPES, PairsWarning, load_recipe, normalized_pair, pair_kind, passes_of
 from tests.inner.test_replay_pairs import call
 from tests.inner.test_replay_teachers import states
+from tests.support.pins import pins
 from tests.support.teacher_server import TeacherServer, says
 
 GOOD = "read the failing test first, then run it with pytest -x to see the trace"
@@ -302,14 +303,10 @@ def test_the_constraints_take_what_data_juicer_requires() -> None:
 
     ask = "import importlib.metadata as m; print(chr(10).join(m.requires('py-data-juicer')))"
     wants = subprocess.run([str(JUICER), "-c", ask], capture_output=True, text=True, check=True).stdout.splitlines()
-    pins = dict(
-        line.split("==")
-        for line in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
+    pinned = pins("3.11")
     checked = 0
     for requirement in (Requirement(line) for line in wants if "extra ==" not in line):
-        if pin := pins.get(requirement.name):
+        if pin := pinned.get(requirement.name):
             assert requirement.specifier.contains(pin), f"{requirement} is pinned to {pin}"
             checked += 1
     assert checked > 5
