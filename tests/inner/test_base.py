@@ -154,10 +154,8 @@ def test_a_check_ends_although_the_users_code_does_not(tmp_path: Path, body: str
 
 
 def test_a_worker_process_of_a_reward_can_import_the_runs_copy_of_its_file(tmp_path: Path, monkeypatch) -> None:
-    """Before: the workers of a spawned or forkserver's Pool failed one after the other, and the call waited for ever."""
-    body = (
-        "def worth(text):\n    return float(len(text))\ndef f(completions, **c):\n    return map(worth, completions)\n"
-    )
+    """Before: the workers of a spawned Pool failed one after the other, and the call waited for ever."""
+    body = "def worth(text):\n    return float(len(text))\ndef f(completions, **c):\n    return []\n"
     files = {kind: Path(path) for kind, path in copy_files(reward_file(tmp_path, body), tmp_path).items()}
     monkeypatch.setattr(sys, "path", [*sys.path])
     module = load_module("reward", "r.py:f", files)
