@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ WAITS = (
     "test_find_sees_all_from_another_process_and_close_stops_nothing[hf-jobs]",
 )
 
+
+OF_TORCHFT = ("bare_manager", "lighthouse", "local_sgd", "outer_empty_rounds", "torchft_alpha", "torchft_shipped")
+collect_ignore = [f"diloco/test_{name}.py" for name in OF_TORCHFT if find_spec("torchft") is None]
 
 COLLECTED = pytest.StashKey[Counter[str]]()  # a test file's path -> number of its tests, slow ones too
 
