@@ -167,7 +167,8 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
 def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
     """Return these slots' positions, from their heartbeats; skip slots that do not train.
 
-    ranks: (slot, generation of the session) -> processes of its replica; missing ones are read from claims.
+    ranks: (slot, generation of the session) -> number of processes of its replica.  This function adds missing entries,
+    which it reads from claims.
     """
     found = list[Standing]()
     for beat in (read_beat(store, slot) for slot in slots):

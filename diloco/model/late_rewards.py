@@ -99,8 +99,8 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Name another rollout")
     if record.step != step or index >= len(rollouts):
-        there = f"outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0"
-        raise ConfigError(f"{key} has no rollout {index} of outer step {step}: it is of {there}. Correct --rollout")
+        there = f"outer step {record.step}: {len(rollouts)} of them, numbered from 0"
+        raise ConfigError(f"{key} has no rollout {index} of outer step {step}, but those of {there}. Correct --rollout")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 
@@ -193,7 +193,7 @@ def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
     """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only judge.
 
-    Return their number.   Raise ConfigError if there are none, or several names to choose from.
+    Return the number of pairs.   Raise ConfigError if there is no pair, or if `name` is None with several judges.
     """
     found = load_states(states)
     names = sorted({one for state in found for one in state.get("late_rewards", {})})

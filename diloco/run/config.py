@@ -48,7 +48,7 @@ class OuterConfig(Table):
     fragments: int = setting(1, "F: parts of the model; replicas sync one part every H/F inner steps.", least=1)
     fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.", least=0)
     fragment_update_alpha: float = setting(
-        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none).", least=0, most=1
+        0.0, "α: how much of its local value a fragment keeps when a mean is applied (0: none).", least=0, most=1
     )
     lr: float | str = setting(
         0.7,

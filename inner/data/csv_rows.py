@@ -47,7 +47,7 @@ def _open_rows(name: str, lines: Iterable[str]) -> Iterable[dict[Any, Any]]:
 
 
 def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
-    """Yield rows that have a field for each column, without lines of spaces (csv skips empty ones itself)."""
+    """Yield rows without lines of spaces (csv skips empty lines). Raise InnerError for too few or too many fields."""
     for number, row in enumerate(rows, 1):
         filled = [field for field in row.values() if field is not None]
         if len(filled) == 1 and not str(filled[0]).strip():

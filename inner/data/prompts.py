@@ -252,7 +252,7 @@ def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: st
         kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
         raise InnerError(
             f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one form; "
-            "inner.data.system makes messages of texts."
+            "with inner.data.system, each text becomes messages."
         )
 
 

@@ -81,7 +81,7 @@ def unreadable(source: str, error: Exception) -> str:
     elif Path(source.removeprefix("in ")).exists():
         advice = "Download or save it again, or correct inner.model"
     else:
-        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+        advice = "Check inner.model and inner.revision; for a private model, check the Hub token, too"
     return f"the model {source} could not be loaded: {said}. {advice}."
 
 

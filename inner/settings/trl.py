@@ -141,7 +141,7 @@ _GENERATION = {
     "inner.sampling.temperature": ("temperature",),
     "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens"),
     "inner.sampling.num_generations": ("num_return_sequences", "n"),
-    "nothing: a rollout is sampled, since the loss takes the log-probs of what it samples from": (
+    "nothing: rollouts are always sampled, because the loss needs the log-probs of the sampled distribution": (
         "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "use_beam_search", "best_of",
     ),
     "nothing: TRL reads the tokens and log-probs in its own form": (

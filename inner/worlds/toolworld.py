@@ -96,7 +96,7 @@ class ToolWorld:
         return f"t{kind}_{synonym}"
 
     def right_name(self, kind: int) -> str:
-        """Return the existing name of this kind: the same in every process; prompts and warm start never contain it."""
+        """Return the only name of this kind that is a tool. Every process gets the same name; no prompt contains it."""
         return self.name(kind, random.Random(1234 + kind).randrange(self.names))
 
     def result(self, kind: int, a: int, b: int) -> int:

@@ -18,9 +18,9 @@ reused:
     it is another folder          StoreGone: another disk, another folder
     it is the same folder again   the store continues
 
-Not promised: survival of a power failure (there is no fsync); a folder that several machines share through a file
-system without an atomic `link` (but the read in `put_once` covers lost answers of NFS); that a process which starts
-later recognizes the folder (rendezvous/agreement/closing.py compares its records with the chain).
+Not promised: survival of a power failure, because there is no fsync.  Nor a folder that machines share through a file
+system without an atomic `link`; but if NFS loses an answer, the read in `put_once` finds the outcome.  Nor that a later
+process knows the folder's inode: for it, rendezvous/agreement/closing.py compares the folder's records with the chain.
 """
 
 import ctypes

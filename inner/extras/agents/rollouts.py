@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands for the reward of an agent that raised: `reward_failed` says that the reward "returned nothing: …"."""
+    """Takes the place of a reward if the agent raised.  The event `reward_failed` then says: "returned nothing: …"."""
 
     why: str
 
