@@ -54,7 +54,7 @@ def run_states(store: Store, run: str = "", *, sampled: bool = False) -> Iterato
 
 
 def freeze(store: Store, to: Path, run: str = "", *, sampled: bool = False) -> dict[str, int]:
-    """Write the states to `to` and return counts.   sampled: as above.   Raises ConfigError if there are none."""
+    """Write the states to `to` and return counts.   sampled: as above.   Raises ConfigError if there is no state."""
     if not _state_keys(store) and (sampled or not _bundles(store.list(layout.ROLLOUTS))):
         raise ConfigError(
             'this run has logged no rollouts: it learns from text (loop = "supervised"), has fleet.log_rollouts = 0, '

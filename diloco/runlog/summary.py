@@ -55,7 +55,7 @@ def checks(report: Report) -> list[Check]:
 
 
 def curve_of(report: Report) -> Curve:
-    """Return the run's headline curve: rewards, or losses if it has none."""
+    """Return the run's headline curve: rewards, or losses if the run has no rewards."""
     return headline_curve(report.steps, report.slots)
 
 

@@ -12,7 +12,7 @@ An environment whose rollouts depend on their order (a global random generator, 
     class Env:
         _in_order = True
 
-Its calls begin when TRL's loop makes them, and so do those of an object that several rollouts share.
+Calls of such an environment, and of an object that several rollouts share, begin when TRL's loop makes them.
 
 A call without an answer after Lanes.limit_s seconds costs its rollout: it has no observation and no reward, its tools
 fail, and the next batch gets a new object in its place.  Another rollout's call begins instead.
@@ -96,8 +96,8 @@ def methods_at_once(
 ) -> Iterator[None]:
     """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments.
 
-    A call without an answer after lanes.limit_s returns None, and its rollout is in lanes.hung; so does each call of a
-    rollout that is there already."""
+    A call without an answer after lanes.limit_s returns None, and its rollout goes into lanes.hung. Each call of a
+    rollout that is already in lanes.hung returns None, too."""
     of_object, waits = dict[int, deque[int]](), dict[int, _Waits]()
     for row, one in enumerate(environments):
         if isfunction(getattr(type(one), method, None)):
@@ -180,7 +180,7 @@ class _Waits:
         except NoAnswer:
             self._lanes.hung.add(row)
             return None
-        except BaseException:  # the loop gives this batch's calls up; it may repeat all of them
+        except BaseException:  # the loop gives up this batch's calls, and may repeat all of them
             self._rows = deque(self._order)
             raise
 

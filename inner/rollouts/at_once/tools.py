@@ -68,7 +68,7 @@ def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> Non
 class ToolsAtOnce:
     """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
 
-    environments: each rollout's; (): it has none.   loop: runs the async tools."""
+    environments: of each rollout; () for a run without environments.   loop: runs the async tools."""
 
     def __init__(
         self,
