@@ -62,7 +62,7 @@ from inner.replay.actions import Message
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 _SERVERS = count()  # deals sessions to the servers in turn
-_TOLD: set[str] = set()  # lines of the log that stand there once
+_TOLD: set[str] = set()  # lines that the log has already
 MOST_TOLD = 20
 _BEGUN: set[str] = set()  # servers that have begun an episode in this process
 _OPEN: "WeakSet[OpenEnv]" = WeakSet()  # sessions of this process, maybe in several threads
@@ -135,7 +135,7 @@ class OpenEnv:
             )
             if self._address() not in _BEGUN:
                 raise InnerError(said)
-            _tell_once(f"{said} Its rollout has no reward.")  # one row's fault: others have begun
+            _tell_once(f"{said} Its rollout has no reward.")  # the fault of this row: other episodes have begun
         _BEGUN.add(self._address())
         return f"\n{text}" if text else None
 
