@@ -300,7 +300,7 @@ class _Recorded(BucketPlaces):
         self._other_step = None
         for self.anew in (True, False):
             self._refused.clear()
-            self.is_past_others = False  # the bundle of one place may be lost, and those of later places not
+            self.is_past_others = False  # if the bundle of one place is lost, later places may have theirs
             if (found := super().find(place, unfit)) is not None:
                 return found
         self._to.off += self._refused

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
-POSITIONS = 1 << 20  # all, in effect: with the check's own 32, 1 of 20 honest 8-bit bundles was doubted
+POSITIONS = 1 << 20  # in effect all: with the check's default of 32, 1 of 20 honest 8-bit bundles was doubted
 SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
 SHOWN = 2000  # characters of the reasons in a verdict
 
