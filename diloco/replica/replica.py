@@ -377,7 +377,7 @@ def evaluator_of(
 
 
 def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
-    """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are shared."""
+    """Return the seeds: of the data order by run and slot; of the noise by session, or by slot for shared rollouts."""
     number, seed = generation, run.config.seed
     if generation > 1 and run.config.fleet.record_rollouts:
         from diloco.process.data_position import is_unlucky

@@ -6,9 +6,9 @@
                                                                     --file                   ┘
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
-Data is read from the current folder, as `python train.py` would.  For a script outside the current folder, or a link to
-one, that script's folder has its modules, and the data that the current folder lacks.  Data that git ignores are not
-sent unless --file names them; a file with the name of a secret (secret_names.py) is never sent.
+Data is read from the current folder, as `python train.py` would.  If the script is outside the current folder, or a
+link to such a script, its own folder has its modules, and the data that the current folder lacks.  Data that git
+ignores are not sent unless --file names them; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script or in such a configuration; name them with --file.
 """

@@ -19,8 +19,8 @@ reused:
     it is the same folder again   the store continues
 
 Not promised: survival of a power failure, because there is no fsync.  Nor a folder that machines share through a file
-system without an atomic `link`; but if NFS loses an answer, the read in `put_once` finds the outcome.  Nor that a later
-process knows the folder's inode: for it, rendezvous/agreement/closing.py compares the folder's records with the chain.
+system without an atomic `link`; but if NFS loses an answer, the read in `put_once` finds the outcome.  A later
+process does not know the folder's inode: rendezvous/agreement/closing.py compares the records with the chain instead.
 """
 
 import ctypes

@@ -84,7 +84,7 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
     if links:
         more = f" and {len(links) - 3} more" if len(links) > 3 else ""
         yield (
-            f"boxes do not get these links of Harbor tasks, which lead out of their folders, nowhere or in a circle: "
+            f"boxes do not get these links of Harbor tasks, as each leads out of its folder, nowhere or in a circle: "
             f"{', '.join(links[:3])}{more}. If a task needs such a link, put the files in its place"
         )
 
