@@ -84,7 +84,7 @@ def found_run(
 ) -> tuple[bool, RunRecord, RunRecord]:
     """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
 
-    key: script.json's, if the run was launched with a script.
+    key: run.json, or script.json if the run was launched with a script.
     codec = "auto" becomes the existing run's codec. For a new run, `choose` measures and returns a codec.
     """
     auto = mine.codec == AUTO

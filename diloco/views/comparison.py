@@ -26,7 +26,7 @@ SideBySide = Mapping[int, tuple[float | None, float | None]]  # OLD's outer step
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison.   changes: (name, OLD's, NEW's).   curves: "reward", "loss" or "held out" -> values by step."""
+    """A comparison.   changes: (name, in OLD, in NEW).   curves: "reward", "loss" or "held out" -> values by step."""
 
     changes: list[tuple[str, Any, Any]]
     curves: dict[str, SideBySide]

@@ -61,7 +61,7 @@ class MetricCurve:
 class SessionRow:
     """One session of a slot, or a slot without a claim yet (generation 0).
 
-    place: the platform, or the machine's name.   phase: its heartbeat's; "silent", "starting", or the kind of its end.
+    place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
     beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
     ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: in its slot.

@@ -65,7 +65,7 @@ def _read_header(path: Path, changed: int) -> GgufHeader:
         architecture = found.fields["general.architecture"].contents()
         kinds = {tensor.tensor_type.name for tensor in found.tensors}
         shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in found.tensors}
-    except Exception as error:  # the reader's own, or numpy's: by the place where the file is wrong
+    except Exception as error:  # of the reader's own kinds or of numpy's, by the place of the fault in the file
         raise InnerError(
             f"model = '{path}' is not a GGUF file that can be read ({error!r:.200}). Download it again, or give a "
             "folder or a Hub id as inner.model."

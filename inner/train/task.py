@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     rows: list[dict[str, Any]]
-    rewards: list[Callable[..., Sequence[float | None]]]  # the user's, unwrapped; []: the environment has get_reward
+    rewards: list[Callable[..., Sequence[float | None]]]  # the user's functions, unwrapped; []: use get_reward
     environment: type | None
     hint: Hint | None  # None: use the templates of inner.channels.hints
     pairs: Path | None = None  # the pairs of the replay channel

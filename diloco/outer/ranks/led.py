@@ -47,7 +47,7 @@ NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: the run's at its end."""
+    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: as the call left them."""
 
     outcome: int = DONE
     value: int = 0

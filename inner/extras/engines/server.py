@@ -39,7 +39,7 @@ SHOWN = 300  # characters of an answer in an error
 
 
 class AdapterServer:
-    """A server at `address`.   config: PEFT's, of the adapter.   folder: gets the adapter files.
+    """A server at `address`.   config: PEFT's config of the adapter.   folder: gets the adapter files.
 
     patience_s: seconds of pauses between tries while the server is busy or down.   sleep: waits seconds.
     """
