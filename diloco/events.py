@@ -156,7 +156,7 @@ KINDS: Mapping[str, EventKind] = {
     "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
-    "queued": EventKind(NEWS, "A launch still waits for a machine; why is the platform's word for it."),
+    "queued": EventKind(NEWS, "A launch still waits for a machine. The platform's reason is in `why`."),
     # ---------------------------------------------------------------- for readers who look closely
     "claimed": EventKind(DETAIL, "A process took the slot."),
     "launching": EventKind(DETAIL, "The supervisor is about to ask the platform for replicas."),

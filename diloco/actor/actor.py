@@ -15,8 +15,8 @@ place, the slower one's work is lost.  An actor that is too slow for all places 
 only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
-makes no offer, and no replica waits for an actor. An actor ends after fleet.give_up_s without any replica; a
-supervisor's actor, if the supervisor is silent, too.
+makes no offer, and no replica waits for an actor. An actor ends if all replicas are
+silent for fleet.give_up_s; an actor that a supervisor started ends only if the supervisor is silent, too.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """

@@ -2,7 +2,7 @@
 
     r00/42/7/0.0.3 = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}      as in `diloco traces`, without the turn
         │
-        ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
+        ▼ rollouts/r00/0000000042/0000.0.bundle            is it of this run, and whole? has it a rollout 3?
           rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name counts
 
 No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The

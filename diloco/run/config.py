@@ -63,8 +63,8 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        f"Format of pseudogradients: {', '.join(CODECS)}, lossy ones with error feedback; auto: the first but "
-        "bf16-gate whose sync takes at most a tenth of the time between syncs, or the fastest, chosen once for a run.",
+        f"Format of pseudogradients: {', '.join(CODECS)}, lossy ones with error feedback; auto: chosen once for a run, "
+        "the first (except bf16-gate) whose sync takes at most a tenth of the time between syncs, else the fastest.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(

@@ -64,9 +64,9 @@ class FleetConfig(Table):
     )  # fmt: skip
     hung_after_s: float = setting(
         600.0,
-        "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
-        "median step, three times its longest, and twice a tool's, an environment's or an agent's limit, if that is "
-        "more; 0 for never.",
+        "Seconds without an inner step after which a replica may count as hung and is started again; 0 for never. The "
+        "limit grows to ten times its median step, to three times its longest step, and to twice the limit of a tool, "
+        "an environment or an agent.",
         least=0,
     )
     log_rollouts: int = setting(

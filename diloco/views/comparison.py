@@ -71,7 +71,7 @@ def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
 
 
 def _name(kind: str) -> str:
-    """Return the setting of a user's file; a script's file is its own."""
+    """Return the setting that names a user's file; for a script's file, its path."""
     if kind.startswith(FILES):
         return kind
     return setting_of(kind) if kind in FILE_SETTINGS or kind == EVAL else f"{setting_of(kind)} ({kind})"

@@ -10,8 +10,8 @@
 
 An overview has no costs, because only executors know prices (executors/supervision/costs.py).
 
-Not promised: the ETA of a fleet that changes; it uses the current seconds per step.  The age of a heartbeat by a clock
-that is ahead, or by one that is behind if no other replica closes outer steps.
+Not promised: the ETA of a fleet that changes; it uses the current seconds per step; the age of a heartbeat by a clock
+that is ahead, or by a clock that is behind while no other replica closes outer steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -227,7 +227,7 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
 
 
 def unclaimed_names(report: Report) -> list[str]:
-    """Return the slots and actors without a session.   `--name a07` alone makes no a00 … a06 that should be there."""
+    """Return the slots and actors without a session.   An actor `--name a07` does not mean that a00 … a06 should be."""
     wanted, claimed = report.wanted, {session.slot for session in report.sessions}
     asked_for = [name for name in wanted.member_names if is_slot(name) or wanted.is_kept(name) or name in wanted.guests]
     return [name for name in asked_for if name not in claimed]
@@ -293,7 +293,7 @@ def session_of(beat: Beat) -> str:
 
 
 def newest_step_at(report: Report, now: float) -> float:
-    """Return the Unix time of the newest commit: not before earlier ones, and without its closer's lead.
+    """Return the Unix time of the newest commit: not before earlier commits, and corrected by its closer's clock lead.
 
     The lead of a session that has been replaced is unknown. Then the usual seconds count from the newest dated step."""
     step, dated = report.steps[-1], dated_steps(report, now)

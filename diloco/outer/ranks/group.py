@@ -6,7 +6,7 @@
     training's own group (NCCL, Gloo)    gradients and shards
     this group (Gloo, on the CPU)        agree: rank 0's numbers    spread: its tensors    gather: messages to it
 
-This group is beside the training's, so no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
+This is not the training's own group: no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
 a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 
 Not promised: several hosts; a quick end of a rank that waits for a stopped rank: it ends after PATIENCE.
