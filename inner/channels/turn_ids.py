@@ -170,8 +170,10 @@ def agreement(one: list[int], other: list[int]) -> int:
 
 
 def _stays(rest: list[int], behind: list[int], action: str, tokenizer: Any) -> bool:
-    """Whether the rest of an opening, which a finished turn writes otherwise, stays in the context: a thought that it
-    closes itself (a mark, and a mark behind it), or spaces; the finished turn has the action right there."""
+    """Whether `rest`, the ids of a turn's opening that the finished turn does not repeat, stays in the context.
+
+    It stays if it is a whole thought (with an opening and a closing mark) or spaces, and if the finished turn's ids
+    from there on (`behind`) begin with the action."""
     if not rest:
         return False
     before, found, _ = tokenizer.decode(behind).partition(action.strip())

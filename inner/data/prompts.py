@@ -227,8 +227,8 @@ def _check_columns(name: str, where: str, row: Row) -> None:
         )
     if seen := [column for column in ("image", "images") if column in row and (column == "image" or row[column] != [])]:
         raise InnerError(
-            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. Where it is for "
-            f'the reward only, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
+            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. If only the "
+            f'reward needs it, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
         )
 
 

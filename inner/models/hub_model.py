@@ -51,7 +51,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
         where = _download_files(config.model, commit, files)
     except HubError as error:
         at = f" at revision {config.revision}" if config.revision else ""
-        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+        advice = "Check inner.model and inner.revision; for a private model, the Hub token, too"
         if not error.final:
             advice = "Look at this machine's way to the Hub (network, HF_ENDPOINT), then repeat the command"
         raise InnerError(f"the model {config.model}{at} could not be loaded: {error}. {advice}.") from error

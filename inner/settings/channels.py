@@ -77,7 +77,7 @@ class SdpoSettings(Table):
         100, '`context = "rollout"` only: the student\'s likeliest tokens, and one bucket for all others.', above=0
     )
     success: float = setting(
-        1.0, '`context = "rollout"` only: the reward from which on a rollout is shown to its siblings.'
+        1.0, '`context = "rollout"` only: a rollout with at least this reward is shown to its siblings.'
     )
     taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
     taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
@@ -178,7 +178,7 @@ class ProcessSettings(Table):
     weight: float = setting(1.0, "w, the weight of a turn's advantage beside that of its rollout.", above=0)
     credit: str = setting(
         "turn",
-        'Tokens that learn from a turn\'s score: "turn": the turn\'s own, "rest": also earlier ones.',
+        'Tokens that learn from a turn\'s score: "turn": tokens of that turn, "rest": also of earlier turns.',
         one_of=CREDITS,
     )
     function: str | None = setting(

@@ -174,7 +174,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         title="Lite PPO",
         paper="arXiv 2508.08221",
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step, A / std of the batch",
-        when="small models and plain rewards: two tricks of many, the ones that held up",
+        when="small models and plain rewards: of the many tricks that the paper tried, the two that helped",
         fixed=_fixed_settings("dapo", scale_rewards="batch"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),

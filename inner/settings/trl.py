@@ -219,8 +219,8 @@ def _check_generation(config: "InnerConfig") -> None:
     for name in given:
         if name in GENERATION_OWNED and (name not in own or given[name] != own[name]):
             raise InnerError(
-                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's own in the "
-                f"rollouts alone{instead_in_words(GENERATION_OWNED[name])}."
+                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's value, but "
+                f"only in the rollouts{instead_in_words(GENERATION_OWNED[name])}."
             )
     if "max_time" in given:
         raise InnerError(

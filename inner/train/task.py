@@ -29,7 +29,7 @@ class Task:
     pairs: Path | None = None  # the pairs of the replay channel
     process: ProcessReward | None = None
     turn: Any = None  # switches between the environment's state and the trainer's (inner/usercode/apart.py)
-    agent: Callable[[Any], Any] | None = None  # trainer -> what makes its rollouts (inner/extras/agents/rollouts.py)
+    agent: Callable[[Any], Any] | None = None  # trainer -> the maker of its rollouts (inner/extras/agents/rollouts.py)
     make: Callable[[], Any] | None = None  # makes the user's environment, apart from training; None: call the class
 
 

@@ -71,7 +71,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
     hint              (row, error) -> text or None; default: templates over the error and the tools (channels/hints.py)
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     process           a ProcessReward: it scores single turns, and advantages become (B, T); None: off
-    has_agent         whether an agent of the user will make the rollouts, so that tools are its own
+    has_agent         whether an agent of the user, with its own tools, will make the rollouts
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
                       without data_seed: TRL's own sampler, and args.seed orders the pairs
     share             replaces data_seed for a replica that reads a part of the rows (inner/data/order.py)
