@@ -92,7 +92,7 @@ class RolloutDoor:
         self._parent = parent
         self._verdicts: dict[str, RolloutVerdict] | None = None
         self._refused = set[str]()  # actors that were reported
-        self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py) and share one model
+        self._one_at_a_time = Lock()  # ranks ask in parallel threads (rank_rollouts.py), and checks use one model
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
         """Whether the slot may train on an actor's bundle.   key: the bundle's key.   Raises RendezvousError."""

@@ -61,7 +61,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """Return the files that `from_pretrained` reads; [] if `from_pretrained` would need other files."""
+    """Return those of these files that `from_pretrained` reads; [] if config.json or the weights are not among them."""
     names = sorted(names)
     if "config.json" not in names:
         return []

@@ -250,7 +250,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         )
     if (delta := settings.get("delta")) is not None and not delta > 1:
         raise ObjectiveError(
-            f"delta = {delta} caps the ratio r, which is 1 on-policy: at 1 or below, right answers have no gradient. "
+            f"delta = {delta} caps the ratio r, which is 1 on-policy: delta <= 1 stops the gradient of right answers. "
             "Set delta = 4.0, for example (TRL recommends more than 1 + epsilon), or leave it out."
         )
 

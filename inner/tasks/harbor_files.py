@@ -55,8 +55,8 @@ def read_dockerfile(folder: Path, seen: Seen, *, image: str = "", work: str = ""
     lines, work = _lines(folder), work or working_folder(folder) or (DEFAULT if image else "")
     if not work:
         raise InnerError(
-            f"{folder}/Dockerfile has a working folder that is / or has a variable, and a box needs another one. Name "
-            f"it in task.toml: workdir of [{'verifier.' * (folder.name == 'tests')}environment]."
+            f"{folder}/Dockerfile has a working folder that is '/' or contains a variable. A box needs another: name "
+            f"one in task.toml: workdir of [{'verifier.' * (folder.name == 'tests')}environment]."
         )
     if image:
         return Dockerfile("", work, {}, "", "")

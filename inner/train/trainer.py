@@ -8,8 +8,9 @@
     student   GRPO's own forward: a hook takes its backbone output, so the student needs no second one
     replay    pairs (prompt, chosen, rejected) one forward, with gradient
 
-"hint" follows Composer (a hint at the failed turn, added to RL) with OPSD's kernel. "rollout" is the method of the
-SDPO paper: it scores whole responses again, and replaces the policy gradient (policy_weight = 0).
+context = "hint" is the method of Cursor's Composer (a hint at the failed turn, a loss beside that of RL), with the
+divergence of OPSD. "rollout" is the method of the SDPO paper: it scores whole responses again, and replaces the policy
+gradient (policy_weight = 0).
 
 With α = β = 0, loss and gradients are TRL's, bit for bit, with no extra forward. A term without tokens or pairs in a
 batch runs no forward: it is a 0 that is connected to the graph.

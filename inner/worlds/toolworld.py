@@ -133,7 +133,7 @@ class ToolWorld:
     # the warm start
 
     def dialogue(self, rng: random.Random) -> list[Message]:
-        """Draw a dialogue with any synonym, all equally likely; the assistant follows a hint and copies the result."""
+        """Draw a dialogue with any name of the tool, all equally likely; the assistant obeys hints, copies results."""
         kind = rng.randrange(self.kinds)
         a = rng.randrange(NUMBERS)
         b = rng.randrange(NUMBERS)

@@ -46,7 +46,7 @@ from math import ceil
 from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
-_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists, as of killed writers
+_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists (of killed writers)
 LATE = 3  # number of steps: the step that was just decided, and two that may follow while blobs are deleted
 COMPLETE = 3  # number of snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size

@@ -101,7 +101,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def google(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Google's XML requests are S3's in all that we ask for, but for the header of an exclusive create."""
+    """We send Google's XML API the same requests as S3, except for the header of an exclusive create."""
     s3.access_key = None
     account = {"gcs_base_url": s3.endpoint, "disable_oauth": True}
     account |= {"client_email": "", "private_key": "", "private_key_id": ""}

@@ -188,7 +188,8 @@ class LocalBox:
             self._end_processes()
             raise
         with self._lock:
-            is_root = user == "root"  # the verifier has the episode's uid, so the episode's processes end before it
+            # "root" is the verifier. Both have the episode's uid here, so end the episode's processes before it runs
+            is_root = user == "root"
             if self._kept is not None and (is_root or not self._kept.is_alive):
                 self._kept.close()
                 self._kept = None

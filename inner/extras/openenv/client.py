@@ -411,7 +411,7 @@ def _find_tools(probe: OpenEnv) -> tuple[list[Any], type[OpenEnv]]:
         return action_tools(action), _Acting
     raise InnerError(
         f"the server at {probe._address()} lists no tools, so it is not an MCP environment, and has no schema "
-        "of its action at /schema. Write a class on inner.extras.openenv.client.OpenEnv with a method per tool."
+        "of its action at /schema. Write a subclass of inner.extras.openenv.client.OpenEnv with a method per action."
     )
 
 
