@@ -115,7 +115,7 @@ class Actor:
             self._sampler.load()
             self._status.step = newest.step
         elif self._run.record.parent.url and not self._status.step:
-            return False  # the model's files hold its ancestor's start; the first broadcast has this run's weights
+            return False  # a run from --from: the files have the old run's start; wait for the first broadcast
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
         places_of = partial(

@@ -8,8 +8,8 @@ A session is followed from its first offer to its last, because its optimizer's 
 Rollouts that were not recorded are made again, with the session's seeds.
 
 A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
-A gone bundle of a replacement's first outer step is made again with the replacement's seeds. If it was a predecessor's,
-the pseudogradient may differ without a fault: it is listed as not checked.
+A bundle of a replacement's first outer step that is gone is made again with the replacement's seeds. If its maker was a
+predecessor, the pseudogradient may differ without a fault, and is listed as not checked.
 
 Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
 codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of

@@ -99,8 +99,8 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Name another rollout")
     if record.step != step or index >= len(rollouts):
-        there = f"outer step {record.step}: {len(rollouts)} of them, numbered from 0"
-        raise ConfigError(f"{key} has no rollout {index} of outer step {step}, but those of {there}. Correct --rollout")
+        there = f"{len(rollouts)} of outer step {record.step}, numbered from 0"
+        raise ConfigError(f"{key} has no rollout {index} of outer step {step}, only {there}. Correct --rollout")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 

@@ -117,7 +117,7 @@ def _bundle_states(store: Store, key: str, run: str, tools: dict[str, Any], late
         counts = len(rollouts), bundle_tokens(bytes(payload))
         if counts != (record.rollouts, record.tokens):
             raise ValueError(
-                f"it has {counts[0]} rollouts of {counts[1]} tokens, by its record {record.rollouts} of {record.tokens}"
+                f"it has {counts[0]} rollouts, {counts[1]} tokens; its record says {record.rollouts} of {record.tokens}"
             )
         (generation, bundle), attempt = record.place, bundle_attempt(key, record)
         for i, rollout in enumerate(rollouts):

@@ -113,7 +113,7 @@ class Followers:
         while (running or not self.is_over()) and not self._ending:
             ready = wait([*running, *pipes], SETTLE_S)
             for pipe in pipes.keys() & set(ready):
-                while pipe in pipes and pipe.poll():  # all of them: the rank may have ended after its last one
+                while pipe in pipes and pipe.poll():  # read all messages: the rank may have ended after the last one
                     if not self._hear(pipes[pipe], pipe):
                         del pipes[pipe]
             running -= set(ready)

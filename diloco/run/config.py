@@ -63,7 +63,7 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        f"Format of pseudogradients: {', '.join(CODECS)}, lossy ones with error feedback; auto: chosen once for a run, "
+        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback); auto: chosen once for a run, "
         "the first (except bf16-gate) whose sync takes at most a tenth of the time between syncs, else the fastest.",
         one_of=(*CODECS, AUTO),
     )
@@ -288,7 +288,7 @@ def _check_turns(outer: OuterConfig) -> None:
     h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
     if h % f:
         raise OuterConfigError(
-            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
+            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each fragment has its turn after the "
             f"same number of inner steps. Use sync_every = {f * max(1, (h + f // 2) // f)} or other fragments"
         )
     if delay >= h // f:

@@ -75,7 +75,7 @@ class FleetConfig(Table):
     record_rollouts: bool = setting(
         True,
         "Keep all rollouts in the bucket, with all that tools answered: a replacement trains on those of its "
-        "predecessor, and `diloco verify --inner` computes pseudogradients again. Not of images, and not of several "
+        "predecessor, and `diloco verify --inner` computes pseudogradients again. Not for images, nor for several "
         "devices without [inner.lora] (default with log_rollouts = 0: false).",
     )
     staleness: int | None = setting(None, "Age limit of actors' weights, in outer steps (~6 inner).", least=0, most=64)
@@ -132,7 +132,7 @@ def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LogConfig(Table):
-    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/watch.md)."""
+    """The trackers to which the supervisor writes the run's curves; fixed when the run is founded (docs/watch.md)."""
 
     path: ClassVar[str] = "log"
     error: ClassVar[type[Exception]] = ConfigError

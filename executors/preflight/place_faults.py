@@ -163,7 +163,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     brings = lambda p: p.executor in FAR and (may_bring(p, package) or _named_elsewhere(p))  # noqa: E731
     without = next((p for p in places if not brings(p)), None)
     if without is None:
-        return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
+        return f"not checked: {spelling}, since {package} is not installed here (the image must have it)"
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
     raise InnerError(
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "

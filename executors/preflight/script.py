@@ -222,7 +222,7 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         name = _name_below(base, code)
         if is_secret(name) or is_secret(code.resolve().name):
             raise UsageError(
-                f"the code imports {name}, which has the name of a secret, and the run's files are plain. Read "
+                f"the code imports {name}, which has the name of a secret, and a run's files are not encrypted. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
             )
         yield name, code
@@ -376,7 +376,7 @@ def _notes(
     for name, why in sorted(unsent.items()):
         yield f"does not send {name}, {why}"
     for name in sorted(one for one, file in files.items() if holds_secret(file)):
-        yield f"sends {name} with a key in it, and the run's files are plain: read it from os.environ, with --secret"
+        yield f"sends {name} with a key in it, and a run's files are not encrypted: use os.environ and --secret"
     if packages:
         yield f"rented machines install {', '.join(packages)}"
     for one in sorted({*arguments, *strings}):

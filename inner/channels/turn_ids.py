@@ -7,9 +7,10 @@
 The context ends where a finished turn no longer agrees with the opened one. A thought that the opening closes itself
 (`<think></think>`) stays in the context, also if finished turns leave it out: in rollouts the model continues it.
 
-Templates differ in the messages that they take. Mistral's need an id of nine characters for each call, DeepSeek-V3's
-needs arguments as JSON text; so a template that refuses the messages gets them in these forms, too. A call that the
-template leaves out is written as text. A tool's result that it leaves out is an error: the model would act without it.
+Templates differ in the messages that they take. Mistral's templates need an id of nine characters for each call, and
+that of DeepSeek-V3 needs arguments as JSON text; so a template that refuses the messages gets them in these forms, too.
+A call that the template leaves out is written as text. If it leaves out a tool's result, that is an error: the model
+would act without the result.
 
 Not promised: ids that the model would have sampled (these come from the tokenizer); calls of earlier turns, if the
 template leaves calls out.

@@ -4,10 +4,11 @@
     │        └ "" too, and has texts
     └ "" counts the rows: dropped
 
-At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first of them that has
-texts in any row, else the first of all.  The others are dropped if they are empty or count the rows.
+At most one column without a name stays, as "", which inner.data.columns may rename.  Of several columns without a name,
+the first with texts in any row stays, else the first.  The others are dropped if they are empty or count the rows.
 
-Not promised: an index that a program sorted or filtered, beside another column without a name: such a file is refused.
+Not promised: to drop an index that a program sorted or filtered; if another column without a name is beside it, the
+file is refused.
 """
 
 import csv

@@ -6,8 +6,9 @@
 TRL knows some thirty templates by their exact text. Fine-tunes and newer releases write calls in the same forms under
 templates of other texts. A form is taken if it reads back a text, a call, and two calls (if the template writes two).
 
-If a known template writes a chat's beginning by its end (as Qwen3's does), TRL trains with another text of it. So a
-template that writes all samples as a known template does gets the known template's text.
+Some known templates (Qwen3's) write earlier messages in another way once later ones follow, so TRL trains with its own
+version of them. A template that writes all samples as a known template does gets that template's text, so that TRL
+replaces it, too.
 
 Forms that no template of TRL's has are in own_call_forms.py, such as Mistral's and DeepSeek's.
 

@@ -74,7 +74,7 @@ class SdpoSettings(Table):
         None, "Upper limit of one vocabulary entry's part in the divergence; if not set, no limit.", above=0
     )
     top_k: int = setting(
-        100, '`context = "rollout"` only: the student\'s likeliest tokens, and one bucket for all others.', above=0
+        100, '`context = "rollout"` only: compare so many likeliest tokens; one bucket has the rest.', above=0
     )
     success: float = setting(
         1.0, '`context = "rollout"` only: a rollout with at least this reward is shown to its siblings.'
@@ -135,7 +135,7 @@ class ReplaySettings(Table):
     weight_end: float | None = setting(
         None, "β after `schedule.weight_steps` committed outer steps; if not set, β is constant.", least=0
     )
-    pairs: str | None = setting(None, "The .jsonl file of pairs: of `save_pairs`, or TRL's prompt, chosen, rejected.")
+    pairs: str | None = setting(None, "A .jsonl file of pairs from `save_pairs`, or in TRL's form (prompt, chosen …).")
     variant: str = setting(
         "dpo", '"dpo" against θ₀, with anchors below, or "simpo" without a reference.', one_of=DPO_VARIANTS
     )

@@ -58,7 +58,7 @@ _INSTEAD = {
         "hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
         "ignore_data_skip", "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
     ),
-    "[inner.data], whose order is the run's": (
+    "[inner.data]; the run itself decides the data's order": (
         "shuffle_dataset", "train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names",
         "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
         "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",

@@ -251,7 +251,7 @@ def _read_settings() -> dict[str, Any]:
 
 
 def _exit(leave: Callable[[int], NoReturn], process: int, thread: int, code: int) -> None:
-    """Take the place of os._exit.   leave: the real one, for a forked child, and for this project's own threads."""
+    """Take the place of os._exit.   leave: the real os._exit, for forked children and this project's own threads."""
     if (os.getpid(), threading.get_ident()) != (process, thread):
         leave(code)
     raise SystemExit(code)

@@ -259,8 +259,8 @@ def _open_regular(name: str, folder: int) -> int:
 
 def _gone(root: Path, how: str) -> str:
     return (
-        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back: the run continues, or "
-        "ends (a new mount counts as another folder) and `diloco resume` continues it. A deleted folder ends the run"
+        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back. The run continues, or, "
+        "as a new mount counts as another folder, ends; then use `diloco resume`. A deleted folder ends the run"
     )
 
 

@@ -160,7 +160,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def is_same(sent: Message, known: Message) -> bool:
-    """Whether an agent sent a known message again.  Its text may lack spaces, a thought in front, a stop behind."""
+    """Whether an agent sent a known message again, perhaps without outer spaces, the thought before it or a stop."""
     if sent["role"] != known["role"]:
         return False
     if known.get("tool_calls") or sent.get("tool_calls"):

@@ -148,7 +148,7 @@ class Conversation:
         return max(reversed(self.branches), key=lambda branch: branch.sampled, default=None)
 
     def _joined(self, last: int, behind: list[int]) -> list[int]:
-        """Return the ids to insert behind a reply's last id, with one end of the turn in all.
+        """Return the ids to insert behind a reply's last id, so that the turn has exactly one end.
 
         Some templates open the next turn with the end (GLM's `<|user|>`, Gemma 4's `<|tool_response>`)."""
         begins = bool(behind) and behind[0] in self._chat.ends

@@ -25,7 +25,7 @@ ROUTE = "/v1/chat/completions"
 BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
 SESSION = "X-Session-ID"  # which of an agent's runs asks: a header, and a key beside the request's own keys
 
-HUNG_UP = "hung up"  # a key beside the request's own keys: a function: whether the client has closed its connection
+HUNG_UP = "hung up"  # a key beside the request's own: for a function that tells whether the client has disconnected
 
 
 class RequestRefused(Exception):

@@ -372,7 +372,7 @@ def openenv_environment(
     reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer
     headers     of each connection, such as {"Authorization": "Bearer …"}"""
     if reward_is not in ("sum", "last"):
-        raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
+        raise InnerError(f'reward_is = {reward_is!r} must be "sum" (of the steps) or "last" (each is a total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s, "_headers": headers}
     probe = type(name, (OpenEnv,), settings)()
     where = probe._address()

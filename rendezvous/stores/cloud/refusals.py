@@ -31,8 +31,8 @@ _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
 _CERTIFICATE = {  # rustls's word -> what is wrong, and what you can do
     "UnknownIssuer": "no authority that is known here has signed it. Name a file with your organisation's authority in "
     "SSL_CERT_FILE, or a folder in SSL_CERT_DIR (AWS_CA_BUNDLE and REQUESTS_CA_BUNDLE are not read)",
-    "CaUsedAsEndEntity": "it is an authority's own. Give the server a certificate with CA:FALSE that this authority "
-    "has signed, and name the authority's own in SSL_CERT_FILE",
+    "CaUsedAsEndEntity": "it is an authority's own certificate. Give the server a certificate with CA:FALSE that this "
+    "authority has signed, and name the authority's certificate in SSL_CERT_FILE",
     "Expired": "it has expired. Renew it on the server, or set this machine's clock",
     "NotValidForName": "it is another host's. Write the host's name that stands in it into the endpoint",
 }
