@@ -10,8 +10,8 @@
 
 An overview has no costs, because only executors know prices (executors/supervision/costs.py).
 
-Not promised: the ETA of a fleet that changes; it uses the current seconds per step; the age of a heartbeat by a clock
-that is ahead, or by a clock that is behind while no other replica closes outer steps.
+Not promised: the ETA of a fleet that changes (it uses the current seconds per step), or the age of a heartbeat whose
+writer's clock is ahead, or is behind while no other replica closes outer steps.
 """
 
 from collections.abc import Mapping, Sequence

@@ -205,8 +205,8 @@ def image_fault(place: Place) -> str:
     image = place.options.get("image")
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
         return (
-            f"--option image={image} is not an image's name in a registry; it looks like docker.io/me/image:tag. "
-            "Nothing that is only on this machine can be reached"
+            f"--option image={image} is not an image's name in a registry; such a name looks like "
+            "docker.io/me/image:tag. An image that is only on this machine cannot be reached"
         )
     return ""
 

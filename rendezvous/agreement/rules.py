@@ -126,7 +126,7 @@ def round_to_fp32(x: float) -> float:
 
 
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
-    """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
+    """Return the least age in seconds of the beat `new`.  Its observer read `old` earlier, by `elapsed` seconds.
 
     The writer's own clock, and the number of its beats, each tell how long the writer was active between the two beats.
     The writer was silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The

@@ -121,8 +121,8 @@ def methods_at_once(
 
 @contextmanager
 def _replaced(method: str, ones: Iterable[Any], waits: Mapping[int, "_Waits"]) -> Iterator[None]:
-    """Let calls of `method` on these objects reach their waits, by id.   An attribute of the object itself is replaced
-    there, because it hides the class's method."""
+    """Let calls of `method` on these objects reach their waits, by id.   If an object has an attribute of this name, it
+    hides the class's method, so the attribute is replaced, too."""
     own = [(vars(one), vars(one)[method], waits[id(one)]) for one in ones if method in getattr(one, "__dict__", ())]
     kinds = {type(one): getattr_static(type(one), method) for one in ones}
     inherited = {kind for kind in kinds if method not in vars(kind)}
