@@ -249,7 +249,7 @@ def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
     """Return how many inner steps the next pseudogradient may have, to be ready when the fastest replicas offer.
 
     slow: `slowness` of this replica's last three offers.   fresh: whether the last offer counted in its own step.
-    One slow round of three is ignored, unless the commit came without its offer.  Equal machines differ by less than a
+    One slow round of three is ignored, unless its offer was not in the commit.  Equal machines differ by less than a
     third, so they keep H, and such a run can be repeated bit for bit.
     """
     factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0
