@@ -76,7 +76,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "nothing_learned": EventKind(
         WARNING, "All gradients of the round were zero, for example because all rewards of each group are equal.",
-        "is the task too hard or too easy? o shows rollouts with their rewards",
+        "is the task too hard or too easy? Key o shows rollouts with their rewards",
     ),
     "reward_failed": EventKind(
         WARNING, "Your reward function failed. It is retried; then the completion has no reward.",
@@ -84,7 +84,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "hint_failed": EventKind(
         WARNING, "The hint for a failed turn could not be made. The turn is trained without a hint.",
-        "o shows rollouts; the replica trains on the batch without the hint",
+        "key o shows rollouts; the replica trains on the batch without the hint",
     ),
     "process_failed": EventKind(
         WARNING, "The process reward gave no scores for a batch. Only the batch's rewards train the model.",
@@ -156,7 +156,7 @@ KINDS: Mapping[str, EventKind] = {
     "draining": EventKind(NEWS, "A replica was asked to offer its work and leave.", "diloco scale brings it back"),
     "replacing": EventKind(NEWS, "The supervisor replaces a replica that gives no sign of life."),
     "platform_answers": EventKind(NEWS, "The platform answers again."),
-    "queued": EventKind(NEWS, "A launch still waits for a machine; why is the platform's word for it."),
+    "queued": EventKind(NEWS, "A launch still waits for a machine. The platform's reason is in `why`."),
     # ---------------------------------------------------------------- for readers who look closely
     "claimed": EventKind(DETAIL, "A process took the slot."),
     "launching": EventKind(DETAIL, "The supervisor is about to ask the platform for replicas."),

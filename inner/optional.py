@@ -10,7 +10,7 @@ from inner.errors import InnerError
 
 
 def optional(module: str, absent: str) -> Any:
-    """Import a module of an optional package.   absent: the InnerError's text without it; "{}" is what was missing."""
+    """Import a module of an optional package.   absent: text of the InnerError if that fails; "{}": Python's reason."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -56,7 +56,7 @@ class Inline:
 
 
 def submit_reported(background: Background, job: Job, emit: Emit) -> None:
-    """Run the job in the background.  Only report a RendezvousError that it raises: other replicas can do the job."""
+    """Run the job in the background.  A RendezvousError is only reported, because other replicas can do the job."""
 
     def run_and_report() -> None:
         try:

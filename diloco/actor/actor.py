@@ -15,8 +15,8 @@ place, the slower one's work is lost.  An actor that is too slow for all places 
 only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
-makes no offer, and no replica waits for an actor. An actor ends after fleet.give_up_s without any replica; a
-supervisor's actor, if the supervisor is silent, too.
+makes no offer, and no replica waits for an actor. An actor ends if all replicas are
+silent for fleet.give_up_s; an actor that a supervisor started ends only if the supervisor is silent, too.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
@@ -115,7 +115,7 @@ class Actor:
             self._sampler.load()
             self._status.step = newest.step
         elif self._run.record.parent.url and not self._status.step:
-            return False  # the model's files hold its ancestor's start; the first broadcast has this run's weights
+            return False  # a run from --from: the files have the old run's start; wait for the first broadcast
         store, wanted, weights = self._run.store, self._session.rv.wanted, self._status.step
         standings = read_standings(store, wanted.slot_names, self._ranks)
         places_of = partial(

@@ -24,7 +24,7 @@ from rendezvous.store import Readable
 if TYPE_CHECKING:
     from diloco.run.config import RunConfig
 
-BEHIND = 2  # a slot more than BEHIND outer steps behind the weights counts as dead; it will train at another place
+BEHIND = 2  # a slot more than BEHIND outer steps behind the weights counts as dead; it will train at later places
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
 SPREAD = 8  # an actor chooses among at most so many places of other actors
 NEWEST = 3  # an actor's seconds per bundle come from so many bundles
@@ -146,7 +146,7 @@ def chosen_place(
     overdue: Collection[Any] = (),
     probes: bool = False,
 ) -> tuple[str, int] | None:
-    """Return this actor's place: the nearest of its own that it can fill in time; else one of the nearest overdue ones.
+    """Return this actor's place: the nearest of its own that it can fill in time, or one of the nearest overdue places.
 
     names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
     probes: whether to choose a place that is farthest ahead if none is in time.
@@ -167,7 +167,8 @@ def _hash(name: str, place: tuple[int, str, int]) -> bytes:
 def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str, int], int]) -> list[Standing]:
     """Return these slots' positions, from their heartbeats; skip slots that do not train.
 
-    ranks: (slot, generation of the session) -> processes of its replica; missing ones are read from claims.
+    ranks: (slot, generation of the session) -> number of processes of its replica.  This function adds missing entries,
+    which it reads from claims.
     """
     found = list[Standing]()
     for beat in (read_beat(store, slot) for slot in slots):

@@ -114,7 +114,7 @@ class OfferComparison:
         return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
 
     def _unrecorded(self, step: int) -> str:
-        """Return what the session's log says of rollouts until this step that the store did not take; "" if nothing.
+        """Return the log's words about rollouts until this step that the store did not take; "" if there are none.
 
         In their places may be bundles of others, on which the session did not train."""
         until = self._run.record.parent.outer_steps + step

@@ -108,9 +108,9 @@ def _why_then(facts: StepFacts, ats: list[float]) -> str:
     grace = patience_s(tooks, facts.timing.poll)
     more = f"up to {duration(4.5 * median(tooks) + grace)} for a replica whose rate promises an offer"
     return (
-        f"it had the {commit.m} offers that it needs since {_time(quorum)}, {duration(commit.at - quorum)} before "
-        f"({since_last}); it does not wait for a replica that is dead or without progress for {duration(grace)}, and "
-        f"waits {more}"
+        f"the step needs {commit.m} offers, had them at {_time(quorum)}, and was closed "
+        f"{duration(commit.at - quorum)} later ({since_last}). A step waits {more}, but not for a replica that is "
+        f"dead, or that made no progress for {duration(grace)}"
     )
 
 

@@ -8,8 +8,8 @@ A session is followed from its first offer to its last, because its optimizer's 
 Rollouts that were not recorded are made again, with the session's seeds.
 
 A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
-A gone bundle of a replacement's first outer step is made again with the replacement's seeds. If it was a predecessor's,
-the pseudogradient may differ without a fault: it is listed as not checked.
+A bundle of a replacement's first outer step that is gone is made again with the replacement's seeds. If its maker was a
+predecessor, the pseudogradient may differ without a fault, and is listed as not checked.
 
 Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
 codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of
@@ -300,7 +300,7 @@ class _Recorded(BucketPlaces):
         self._other_step = None
         for self.anew in (True, False):
             self._refused.clear()
-            self.is_past_others = False  # the bundle of one place may be lost, and those of later places not
+            self.is_past_others = False  # if the bundle of one place is lost, later places may have theirs
             if (found := super().find(place, unfit)) is not None:
                 return found
         self._to.off += self._refused

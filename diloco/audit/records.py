@@ -206,7 +206,7 @@ def anchor_flaw(snapshot: Snapshot, after: Mapping[int, str | None]) -> str:
     t = snapshot.t
     if t not in after or snapshot.prev == after[t]:
         return ""
-    return f"names {snapshot.prev} before it, the chain has {after[t]}: it or commit {t - 1} was altered"
+    return f"names {snapshot.prev} before it, the chain has {after[t]}: this snapshot or commit {t - 1} was altered"
 
 
 def file_flaws(store: Store, named: Iterable[Mapping[str, Mapping[str, str]]]) -> Iterator[tuple[str, str]]:

@@ -46,7 +46,7 @@ NOTED = ABOUT_A_STEP | {*LAUNCH_ENDS, *SESSION_ENDS}
 
 @dataclass(frozen=True)
 class OfferFacts:
-    """An offer for the step, and its fate.   listed: its entry in the commit of step `listed_in`.   why: NONE only."""
+    """An offer for the step, and its fate.   listed: its entry in the commit of step `listed_in`.   why: for NONE."""
 
     offer: Offer
     fate: str

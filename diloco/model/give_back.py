@@ -144,7 +144,7 @@ def _budget(run: Run, keep: str) -> int:
         budget = None
     if budget is None:
         raise ConfigError(
-            f'--keep {keep} is not a size. Use one such as "5 GB", or "window" for the least that a replica may need'
+            f'--keep {keep} is not a size. Use a size such as "5 GB", or "window": what a replica may need, no more'
         )
     return budget
 

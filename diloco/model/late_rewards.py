@@ -2,7 +2,7 @@
 
     r00/42/7/0.0.3 = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}      as in `diloco traces`, without the turn
         │
-        ▼ rollouts/r00/0000000042/0000.0.bundle            is it this run's, whole, and has it a rollout 3?
+        ▼ rollouts/r00/0000000042/0000.0.bundle            is it of this run, and whole? has it a rollout 3?
           rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name counts
 
 No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The
@@ -99,8 +99,8 @@ def _recorded_reward(run: Run, body: bytes | None, key: str, step: int, index: i
     if not whole or record.run != run.record.nonce:
         raise ConfigError(f"{key} is damaged, or of another run: nothing was written. Name another rollout")
     if record.step != step or index >= len(rollouts):
-        there = f"outer step {record.step} and has {len(rollouts)} rollouts, numbered from 0"
-        raise ConfigError(f"{key} has no rollout {index} of outer step {step}: it is of {there}. Correct --rollout")
+        there = f"{len(rollouts)} of outer step {record.step}, numbered from 0"
+        raise ConfigError(f"{key} has no rollout {index} of outer step {step}, only {there}. Correct --rollout")
     reward = rollouts[index]["reward"]
     return record, None if reward is None or abs(reward) > MOST else reward
 
@@ -193,7 +193,7 @@ def count_late_rewards(store: Store, run: str = "") -> dict[str, dict[str, Any]]
 def write_pairs(states: str | Path, to: str | Path, name: str | None) -> int:
     """Make pairs from a file of states by late rewards, and write them.   name: the judge; None: the only judge.
 
-    Return their number.   Raise ConfigError if there are none, or several names to choose from.
+    Return the number of pairs.   Raise ConfigError if there is no pair, or if `name` is None with several judges.
     """
     found = load_states(states)
     names = sorted({one for state in found for one in state.get("late_rewards", {})})

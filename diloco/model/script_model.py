@@ -84,7 +84,7 @@ def _is_whole(model: Any) -> bool:
 
 @torch.no_grad()
 def _gathered_state(model: Any, keep: bool) -> dict[str, Any]:
-    """Return the state_dict of a model in shards with whole tensors, tied ones once; {} of a model without shards.
+    """Return the state_dict of a model in shards: each tensor whole, tied tensors once; {} for a model without shards.
 
     keep: True on rank 0. Gathering is a collective, so all ranks call this."""
     held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}

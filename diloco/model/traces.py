@@ -54,7 +54,7 @@ def run_states(store: Store, run: str = "", *, sampled: bool = False) -> Iterato
 
 
 def freeze(store: Store, to: Path, run: str = "", *, sampled: bool = False) -> dict[str, int]:
-    """Write the states to `to` and return counts.   sampled: as above.   Raises ConfigError if there are none."""
+    """Write the states to `to` and return counts.   sampled: as above.   Raises ConfigError if there is no state."""
     if not _state_keys(store) and (sampled or not _bundles(store.list(layout.ROLLOUTS))):
         raise ConfigError(
             'this run has logged no rollouts: it learns from text (loop = "supervised"), has fleet.log_rollouts = 0, '
@@ -117,7 +117,7 @@ def _bundle_states(store: Store, key: str, run: str, tools: dict[str, Any], late
         counts = len(rollouts), bundle_tokens(bytes(payload))
         if counts != (record.rollouts, record.tokens):
             raise ValueError(
-                f"it has {counts[0]} rollouts of {counts[1]} tokens, by its record {record.rollouts} of {record.tokens}"
+                f"it has {counts[0]} rollouts, {counts[1]} tokens; its record says {record.rollouts} of {record.tokens}"
             )
         (generation, bundle), attempt = record.place, bundle_attempt(key, record)
         for i, rollout in enumerate(rollouts):

@@ -2,8 +2,8 @@
 
     u64: length of the header │ header: JSON │ hole: zeros that take no disk space
 
-The first number of each array is not zero and differs between the arrays: of two equal arrays, Transformers would take
-the head for tied, though the run's start model has an untied head.
+The first number of each array is not zero and differs between the arrays: if the head and the embeddings were equal,
+Transformers would take the head for tied, though the run's start model has an untied head.
 
 Not promised: holes on every file system; if there are none, the zeros are written.
 """

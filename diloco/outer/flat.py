@@ -6,9 +6,9 @@
 
     local value of an element = base + (live − round(base))     base = the fp32 vector that was last scattered
 
-base is θ, or the result of α's merge; round is to the model's dtype.  So the rounding of a bf16 model never enters a
-pseudogradient. The local values that α kept do enter Δ, as in torchft and in arXiv 2501.18512.  For an fp32
-model, the local value is the live value, read straight from the model.
+base is θ; if α > 0 (outer.fragment_update_alpha), θ mixed with local values.  `round` rounds to the model's dtype.  So
+a bf16 model's rounding never enters a pseudogradient. The local values that α kept do enter Δ, as in torchft and in
+arXiv 2501.18512.  For an fp32 model, the local value is the live value, read straight from the model.
 
 The outer step averages only these vectors, so replicas would differ in the rest:
 

@@ -118,7 +118,7 @@ class OuterLoop:
         return self.committed() * self.interval + self.diloco._local_step
 
     def progress(self, before: int, steps: int) -> dict[str, int]:
-        """Return a TrainerState's position and end: of the run, or of a later round.   before: the parent's steps."""
+        """Return a TrainerState's global_step and max_steps.   before: outer steps of the parent.   steps: of this."""
         begin, end = before * self.interval, max(steps, self.committed() + 1) * self.interval
         return {"global_step": begin + self.position(), "max_steps": begin + end}
 
@@ -184,7 +184,7 @@ class OuterLoop:
         if self.rounds.leaving or self.rounds.fenced:
             return True
         enough = local * self.rules.fragments >= self.rounds.h_cap
-        nearest = 0 < self.rules.sync_seconds <= (local + self.boundary / 2) * rate  # of all boundaries to sync_seconds
+        nearest = 0 < self.rules.sync_seconds <= (local + self.boundary / 2) * rate  # the nearest boundary to it
         return local % self.boundary == 0 and (enough or self.rounds.behind or nearest)
 
     def _after_torchft(self, *_: object) -> None:

@@ -67,6 +67,6 @@ def outer_config(settings: dict[str, Any]) -> OuterConfig:
     for keyword, name in _KEYWORDS.items():
         if name in settings:
             raise OuterConfigError(
-                f"make_diloco has no {name}: the outer step's is {keyword}, the inner optimizer has its own"
+                f"make_diloco has no argument {name}: use {keyword} for the outer step; the inner optimizer has its own"
             )
     return OuterConfig.of({_KEYWORDS.get(keyword, keyword): value for keyword, value in settings.items()})

@@ -33,7 +33,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """Return Adam's moments; {} if there are none yet, too many bytes, several ranks, or another optimizer."""
+    """Return Adam's moments; {} if there are none yet or they are too large, with several ranks, another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW) or _ranks() > 1 or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}

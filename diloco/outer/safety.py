@@ -130,7 +130,7 @@ def pairwise_cosine(weights: Sequence[float], norms: Sequence[float], mean_norm:
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason why a step does less than it seems to.   first: it must be found in so many successive steps to warn."""
+    """A reason why a step does less than it seems to.   first: warn after so many successive steps with it."""
 
     kind: str
     text: str
@@ -196,7 +196,7 @@ def _too_long_text(o: Listed) -> str:
     times = 1 / o.factor if o.factor else math.inf
     return (
         f"{o.slot}'s pseudogradient for step {o.step} is {o.norm:.2g} long, {times:.2g} times a typical one, "
-        "and counts as one of that length (outer.norm_gate); look at that replica's loss"
+        "and counts as a typical one (outer.norm_gate); look at that replica's loss"
     )
 
 

@@ -43,7 +43,7 @@ def read_offers(store: Readable, until: int, together: Together, since: int = 0)
 def uncounted_sessions(offers: Iterable[Listed], generation: int) -> int:
     """Return how many sessions of a slot ended before `generation`, one after the other, without a counted offer.
 
-    offers: the slot's counted ones."""
+    offers: the slot's offers that commits count."""
     return generation - 1 - max((offer.generation for offer in offers if offer.generation < generation), default=0)
 
 

@@ -82,7 +82,7 @@ def retry_when_full(session: "Session", what: str, act: Callable[[], T], check: 
 
 def is_full(error: Exception) -> bool:
     """Whether the error means a full disk. Python raises FileNotFoundError if no temporary folder has space, and
-    safetensors a SafetensorError, whose text ends with the number."""
+    safetensors a SafetensorError, whose text ends with the errno."""
     if not isinstance(error, OSError):
         return any(f"(os error {number})" in str(error) for number in FULL)
     return error.errno in FULL or (

@@ -3,9 +3,10 @@
     HTTP_PROXY=http://proxy:3128  NO_PROXY=.corp   ──▶   NO_PROXY=no_proxy=.corp,localhost,127.0.0.1,::1
 
 httpx, requests, urllib and obstore send a request for 127.0.0.1 to the proxy, which cannot reach this machine: the
-endpoint of agents, an engine beside the actor and a bucket on this machine would be lost.  Child processes inherit it.
+endpoint of agents, an engine beside the actor and a local bucket would be lost.  Child processes inherit the variables.
 
-Not promised: a proxy that macOS or Windows names in its settings; a script that you start without `diloco`.
+Not promised: to keep requests away from a proxy in the settings of macOS or Windows, or those of a script that you
+start without `diloco`.
 """
 
 from collections.abc import MutableMapping

@@ -96,5 +96,5 @@ def survive_lost_output(*names: str) -> None:
             raw = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
             coding = raw_output(here).encoding
             lossy: Any = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
-            lossy.close = lossy.flush  # code of the user that closes it must not end the session
+            lossy.close = lossy.flush  # the user's code may close it; that must not end the session
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)

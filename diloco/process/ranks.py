@@ -57,7 +57,7 @@ class Followers:
     """The ranks 1 … count − 1, as children of this process.   follow: called in each; returns its exit code.
 
     on_loss: called with the words about a rank that has failed, before this process ends.
-    on_told: called in the watching thread with a rank's number and its message. Set it before a rank tells one.
+    on_told: called in the watching thread with a rank's number and its message. Set it before a rank sends one.
     is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
@@ -113,7 +113,7 @@ class Followers:
         while (running or not self.is_over()) and not self._ending:
             ready = wait([*running, *pipes], SETTLE_S)
             for pipe in pipes.keys() & set(ready):
-                while pipe in pipes and pipe.poll():  # all of them: the rank may have ended after its last one
+                while pipe in pipes and pipe.poll():  # read all messages: the rank may have ended after the last one
                     if not self._hear(pipes[pipe], pipe):
                         del pipes[pipe]
             running -= set(ready)
@@ -187,9 +187,9 @@ class Followers:
 
 
 def _learn_exit_code(process: Any) -> None:
-    """Wait until the exit code of a process that has ended is known: a moment later, above all if another thread asks.
+    """Wait until the exit code of an ended process is known. That takes a moment, above all if another thread asks.
 
-    Each Process.start() asks for those of all children, and the thread that comes second learns nothing (ECHILD)."""
+    Each Process.start() asks for the codes of all children; of two threads that ask, the second gets none (ECHILD)."""
     until = time.monotonic() + SETTLE_S
     process.join(SETTLE_S)
     while process.exitcode is None and time.monotonic() < until:

@@ -23,7 +23,7 @@ def asking_signals() -> list[signal.Signals]:
 
 
 def hear_asking(act: Callable[[], object], numbers: Iterable[int] | None = None) -> dict[int, Any]:
-    """Call act() at a signal that asks this process to end; return the handlers before.   numbers: default: all.
+    """Call act() at a signal that asks this process to end; return the earlier handlers.   numbers: default: all.
 
     A forked child has Python's own handlers: a reward's multiprocessing.Pool ends its workers with SIGTERM.
     """

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
-POSITIONS = 1 << 20  # all, in effect: with the check's own 32, 1 of 20 honest 8-bit bundles was doubted
+POSITIONS = 1 << 20  # in effect all: with the check's default of 32, 1 of 20 honest 8-bit bundles was doubted
 SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
 SHOWN = 2000  # characters of the reasons in a verdict
 
@@ -92,7 +92,7 @@ class RolloutDoor:
         self._parent = parent
         self._verdicts: dict[str, RolloutVerdict] | None = None
         self._refused = set[str]()  # actors that were reported
-        self._one_at_a_time = Lock()  # the ranks' bundles come in threads (rank_rollouts.py) and share one model
+        self._one_at_a_time = Lock()  # ranks ask in parallel threads (rank_rollouts.py), and checks use one model
 
     def lets_in(self, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle) -> bool:
         """Whether the slot may train on an actor's bundle.   key: the bundle's key.   Raises RendezvousError."""

@@ -3,7 +3,7 @@
     an error of the rendezvous ──▶ left, fenced, diverged, …; the supervisor reads the code
     sys.exit(2) in an environment's reset ──▶ SystemExit(2) ──▶ RuntimeError: the session crashes, and starts again
 
-Without the second, the code of that exit would be the replica's own: 2 would end the run as a mistake in its config.
+Without the RuntimeError, 2 would be the replica's own exit code, and would end the run as a mistake in its config.
 Ctrl-C raises nothing in a replica (diloco/process/signals.py), so a KeyboardInterrupt also comes from the user's code.
 
 Not promised: anything for os._exit, or for a library that ends the process in C.

@@ -17,7 +17,7 @@ ADVICE = (
     "true, or take a GPU with more memory (docs/choose.md has a table)"
 )
 SAMPLING = (
-    "Generation needed it: it makes all completions of a batch at once. Next: set a smaller "
+    "Generation needed the memory: all completions of a batch are made at once. Next: set a smaller "
     "inner.grpo.steps_per_generation (1: batch_size completions at once) or inner.sampling.max_completion_length, "
     "or take a GPU with more memory"
 )

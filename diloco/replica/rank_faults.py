@@ -16,7 +16,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'rendezvous = "{config.rendezvous}" needs one process': config.rendezvous != BUCKET,
         'inner.loop = "supervised" trains in one process': inner.loop == "supervised",
         "[inner.vllm] generates for one process": inner.vllm is not None,
-        "inner.process.head scores with a whole model, and without [inner.lora] it is in shards": (
+        "inner.process.head scores with a whole model, and without [inner.lora] the model is in shards": (
             inner.process is not None and inner.process.head is not None and inner.lora is None
         ),
         '[inner.process] with scale_rewards = "batch" compares the turns of one process': (
@@ -26,7 +26,7 @@ def rank_fault(config: RunConfig, ranks: int) -> str:
         f'inner.grpo.objective = "{inner.grpo.objective}" was tested in one process only': (
             bool(policy.get("dynamic_sampling")) or policy.get("loss_type") == "gmpo"
         ),
-        'inner.optimizer = "muon" needs matrices that are whole, and without [inner.lora] they are in shards': (
+        'inner.optimizer = "muon" needs whole matrices, and without [inner.lora] matrices are in shards': (
             inner.optimizer == "muon" and inner.lora is None
         ),
         f'inner.optimizer = "{inner.optimizer}" was tested in one process only': (

@@ -8,7 +8,7 @@
                                      done? (Led's word) ────────▶            stop
              a script of `diloco launch` ───────▶   each rank runs it, as under torchrun (script_ranks.py)
 
-Only rank 0 uses the bucket.  SIGTERM to rank 0 lets the replica leave; a rank's death ends it (process/ranks.py).
+Only rank 0 uses the bucket.  At SIGTERM to rank 0 the replica leaves. If a rank dies, it ends (process/ranks.py).
 
 Notes and events of the other ranks' rewards go to rank 0's session (FollowingHost).
 

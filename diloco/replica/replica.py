@@ -77,7 +77,7 @@ def run_member(
 ) -> int:
     """Claim a slot, or an actor's name, and act in that session.   Return the exit code.
 
-    parent: "PID:START"; this process ends with that process.   generation: claimed already, or 0.   ranks: 0 is 1."""
+    parent: "PID:START"; this process ends with that process.   generation: claimed already, or 0.   ranks: 0: one."""
     survive_lost_output()
     faulthandler.enable(2)  # a crash of native code shows its calls
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # for scripts (inner/train/grpo.py says why)
@@ -228,8 +228,8 @@ class Inputs:
 def _heals_without_start(run: Run, record: ModelRecord) -> bool:
     """Whether a replica that starts now does not need θ₀, because it loads the newest snapshot.
 
-    If that fails, the replica uses snapshot 0, which is in the bucket too; for a model on the Hub, it fetches the
-    weights then.   An adapter always needs θ₀'s files.
+    If that snapshot fails, the replica uses snapshot 0, which is in the bucket, too; for a model on the Hub, it then
+    fetches the weights.   An adapter always needs θ₀'s files.
     """
     if run.config.rendezvous != BUCKET or run.config.inner.compares_with_start or run.config.inner.lora is not None:
         return False
@@ -377,7 +377,7 @@ def evaluator_of(
 
 
 def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
-    """Return the seeds: the data order's by (run, slot); the noise's by session, or by slot if rollouts are shared."""
+    """Return the seeds: of the data order by run and slot; of the noise by session, or by slot for shared rollouts."""
     number, seed = generation, run.config.seed
     if generation > 1 and run.config.fleet.record_rollouts:
         from diloco.process.data_position import is_unlucky

@@ -145,7 +145,7 @@ class BucketPlaces:
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
         self._lost_in = -1  # an outer step in which the store failed: no further wait for it before the next one
-        self.is_past_others = False  # without actors, a session that has found no bundle asks for no other: `put` does
+        self.is_past_others = False  # without actors: True after a place without a bundle. Then only `put` asks
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
     def find(self, place: BundlePlace, unfit: Unfit) -> Bundle | None:

@@ -47,7 +47,7 @@ def check_rendezvous(rendezvous: str, outer: "OuterConfig", usual: "OuterConfig"
         )
     if broadcasts:
         raise ConfigError(
-            "fleet.broadcast_weights = true writes into the bucket, and a run over a lighthouse has none. Leave the "
+            "fleet.broadcast_weights = true writes to the bucket, and a run over a lighthouse has no bucket. Leave the "
             "line out, or use the bucket"
         )
     check_lighthouse(outer, usual)
@@ -86,7 +86,7 @@ def refuse_actors(config: "RunConfig") -> None:
     if dropout or config.inner.trl.get("disable_dropout") is False:
         raise ConfigError(
             f"actors cannot sample: inner.lora.dropout = {dropout} (or inner.trl.disable_dropout) stays in the "
-            "loss, and its ratio to the policy that sampled would be noise. Start no actors, or leave the dropout out"
+            "loss, so the loss's ratio of policies would be noise. Start no actors, or leave the dropout out"
         )
     refuse_engine(config, config.fleet.actor_engine)
     for name in ("record_rollouts", "broadcast_weights"):
@@ -106,11 +106,11 @@ def refuse_engine(config: "RunConfig", typed: str) -> None:
     if kind not in ENGINES or not is_usable:
         raise ConfigError(
             f"the actor's engine {typed!r} is not known. Use openai:http://HOST:PORT, llama_cpp:BASE.gguf, mlx or "
-            "transformers, or none (fleet.actor_engine, or --engine by hand)"
+            "transformers, or leave out fleet.actor_engine (by hand: --engine)"
         )
     if config.inner.lora is None:
         raise ConfigError(
-            f"the actor's engine {typed!r} takes LoRA adapters only, and this run trains all weights. Use none (with "
+            f"the actor's engine {typed!r} takes LoRA adapters only, and this run trains all weights. Name none (with "
             "[inner.vllm], the actor then samples with vLLM in its own process), or start a run with [inner.lora]"
         )
 

@@ -48,7 +48,7 @@ class OuterConfig(Table):
     fragments: int = setting(1, "F: parts of the model; replicas sync one part every H/F inner steps.", least=1)
     fragment_sync_delay: int = setting(0, "τ: inner steps between sending a fragment and applying it.", least=0)
     fragment_update_alpha: float = setting(
-        0.0, "α: how much of the local value a fragment keeps when it is applied (0: none).", least=0, most=1
+        0.0, "α: how much of its local value a fragment keeps when a mean is applied (0: none).", least=0, most=1
     )
     lr: float | str = setting(
         0.7,
@@ -63,8 +63,8 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        f"Format of pseudogradients: {', '.join(CODECS)}, lossy ones with error feedback; auto: the first but "
-        "bf16-gate whose sync takes at most a tenth of the time between syncs, or the fastest, chosen once for a run.",
+        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback); auto: chosen once for a run, "
+        "the first (except bf16-gate) whose sync takes at most a tenth of the time between syncs, else the fastest.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(
@@ -288,7 +288,7 @@ def _check_turns(outer: OuterConfig) -> None:
     h, f, delay = outer.sync_every, outer.fragments, outer.fragment_sync_delay
     if h % f:
         raise OuterConfigError(
-            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each needs its turn after the "
+            f"outer.sync_every = {h} is not divisible by outer.fragments = {f}: each fragment has its turn after the "
             f"same number of inner steps. Use sync_every = {f * max(1, (h + f // 2) // f)} or other fragments"
         )
     if delay >= h // f:

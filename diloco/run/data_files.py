@@ -222,7 +222,7 @@ def _write_once(kind: str, body: bytes, ending: str = "jsonl") -> Path:
 
 
 def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> str:
-    """Return warnings about copies among the held-out prompts and about answered ones, or "".
+    """Return warnings about copies among the held-out prompts, and about prompts with an answer in them, or "".
 
     Raises InnerError for prompts that cannot be read, lack a column, or are training prompts."""
     held_out, same = load_prompts(config.source, files, inner.data, kind=EVAL), 0
@@ -239,7 +239,7 @@ def check_held_out(config: EvalConfig, inner: InnerConfig, files: Files) -> str:
         same = sum(_as_text(row["prompt"]) in asked for row in held_out)
     copies = _copies_in_words([_text_of(row, columns=_acts(inner)) for row in held_out])
     answered = answered_words(setting_of(EVAL, config.source), [row["prompt"] for row in held_out])
-    shared = f"warning: {same} of the {len(held_out)} prompts of [eval] are also training prompts, in rows that differ"
+    shared = f"warning: {same} of the {len(held_out)} prompts of [eval] are training prompts in rows with other columns"
     return "\n".join(filter(None, [shared if same else "", copies, answered]))
 
 

@@ -82,9 +82,9 @@ def _sized_codec(config: RunConfig, store: Store, clock: Clock) -> tuple[str, st
 def found_run(
     store: Store, clock: Clock, mine: RunRecord, choose: Callable[[], tuple[str, str]], key: str = layout.RUN
 ) -> tuple[bool, RunRecord, RunRecord]:
-    """Write run.json unless it exists. Return whether we wrote it, the valid record, and ours for the comparison.
+    """Write run.json unless it exists. Return (whether we wrote it, the valid record, our record for the comparison).
 
-    key: script.json's, if the run was launched with a script.
+    key: run.json, or script.json if the run was launched with a script.
     codec = "auto" becomes the existing run's codec. For a new run, `choose` measures and returns a codec.
     """
     auto = mine.codec == AUTO

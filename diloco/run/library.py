@@ -44,7 +44,7 @@ def open_session(
 ) -> Session:
     """Open the session of a program's replica, and found the run if it is new.   slot: r00, r01, … or AUTO.
 
-    desired: replicas, min_replicas and steps of a new run.   settings: Session's, unless `diloco launch` set them.
+    desired: replicas, min_replicas and steps of a new run.   settings: for the Session, unless `diloco launch` made it.
     """
     if isinstance(run, str) and (held := launched_session(run, slot, desired["steps"])) is not None:
         return held

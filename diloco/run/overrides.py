@@ -2,7 +2,7 @@
 
     "inner.lr=2e-6", "inner.model=a/b" ──▶ {"inner.lr": 2e-06, "inner.model": "a/b"} ──▶ the tables, with these settings
 
-A model's folder that only run.toml's folder has also gets its absolute path here.
+If a model's folder is found only from run.toml's folder, it gets its absolute path here.
 
 Not promised: that a setting's type is right; `RunConfig.from_dict` checks it.
 """

@@ -64,9 +64,9 @@ class FleetConfig(Table):
     )  # fmt: skip
     hung_after_s: float = setting(
         600.0,
-        "Seconds without an inner step after which a replica may count as hung and is started again; ten times its "
-        "median step, three times its longest, and twice a tool's, an environment's or an agent's limit, if that is "
-        "more; 0 for never.",
+        "Seconds without an inner step after which a replica may count as hung and is started again; 0 for never. The "
+        "limit grows to ten times its median step, to three times its longest step, and to twice the limit of a tool, "
+        "an environment or an agent.",
         least=0,
     )
     log_rollouts: int = setting(
@@ -75,7 +75,7 @@ class FleetConfig(Table):
     record_rollouts: bool = setting(
         True,
         "Keep all rollouts in the bucket, with all that tools answered: a replacement trains on those of its "
-        "predecessor, and `diloco verify --inner` computes pseudogradients again. Not of images, and not of several "
+        "predecessor, and `diloco verify --inner` computes pseudogradients again. Not for images, nor for several "
         "devices without [inner.lora] (default with log_rollouts = 0: false).",
     )
     staleness: int | None = setting(None, "Age limit of actors' weights, in outer steps (~6 inner).", least=0, most=64)
@@ -132,7 +132,7 @@ def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LogConfig(Table):
-    """The trackers that the run's supervisor writes its curves to; fixed when the run is founded (docs/watch.md)."""
+    """The trackers to which the supervisor writes the run's curves; fixed when the run is founded (docs/watch.md)."""
 
     path: ClassVar[str] = "log"
     error: ClassVar[type[Exception]] = ConfigError

@@ -62,7 +62,7 @@ def lost_commit(store: Readable, head: int = 0, folders: Iterable[str] = FOLDERS
 def refuse_lost(store: Readable, head: int, folders: Iterable[str] = ()) -> None:
     """Raise ChainBroken if a record shows that the run has passed `head`, the first step without a commit.
 
-    folders: list these; by default, the short ones."""
+    folders: list these; by default, those with few objects."""
     folders = folders or (layout.SNAPSHOTS, layout.LEAVES, layout.offers_prefix(head + 1))
     if (lost := lost_commit(store, head, folders)) is not None:
         raise ChainBroken(lost.in_words())

@@ -55,7 +55,7 @@ def checks(report: Report) -> list[Check]:
 
 
 def curve_of(report: Report) -> Curve:
-    """Return the run's headline curve: rewards, or losses if it has none."""
+    """Return the run's headline curve: rewards, or losses if the run has no rewards."""
     return headline_curve(report.steps, report.slots)
 
 
@@ -203,7 +203,7 @@ def actor_words(report: Report) -> list[str]:
     late = sum(not e.get("stands", True) for e in sampled)
     used, old = (sum(n for e in found if type(n := e.get(name)) is int) for name in ("bundles", "expired"))
     count = len({x.slot for x in sessions})
-    counts = f"{len(sampled)} bundles, {late} too late; {used} trained on, {old} too old or too far"
+    counts = f"{len(sampled)} bundles, {late} too late; {used} trained on, {old} too old or too far from the policy"
     return [f"{count}, since outer step {since}: {counts}" if since else f"{count}, {counts}"]
 
 

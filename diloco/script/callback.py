@@ -344,7 +344,7 @@ def generation_steps(args: Any) -> int:
 
 
 def total_steps(args: Any, planned: int, replicas: int) -> int:
-    """Return the optimizer steps of one replica.   planned: the trainer's, in epochs of all rows."""
+    """Return the optimizer steps of one replica.   planned: max_steps, or steps for epochs of all rows."""
     return planned if args.max_steps > 0 else max(1, -(-planned // replicas))
 
 

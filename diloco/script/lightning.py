@@ -76,7 +76,7 @@ class DiLoCoLightningCallback(Callback):
 
 
 def refuse_fights(trainer: Any, module: Any) -> None:
-    """Raise OuterError for a Trainer that would overwrite θ, skip steps of it, or never end."""
+    """Raise OuterError for a Trainer that would overwrite θ, skip steps, or never end."""
     reasons = {
         f"it has {len(trainer.optimizers)} optimizers. Use exactly one": len(trainer.optimizers) != 1,
         "automatic_optimization = False: the module steps its optimizer. Set it to True": (

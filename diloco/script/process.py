@@ -38,7 +38,7 @@ NEVER_JOINED = (
 ONLY_SENT = "A replica has only the files that `diloco launch` lists behind `sends`; --file adds files and folders"
 ENDED_EARLY = (
     "{script} ended after outer step {step} of {steps}, before the run was done. If a callback of its trainer stops "
-    "it, leave the callback out: `diloco stop` ends a run"
+    "the training, leave the callback out: `diloco stop` ends a run"
 )
 
 

@@ -76,7 +76,7 @@ def _narrow(sampler: Any, size: int) -> None:
     """Make a sampler of Transformers, accelerate or TRL draw from `size` rows."""
     if hasattr(sampler, "lengths"):
         raise OuterError(
-            f"{type(sampler).__name__} groups rows by their lengths, which a share of the rows changes. Set "
+            f"{type(sampler).__name__} groups rows by their lengths, which fails for a replica's share of them. Set "
             'train_sampling_strategy = "random"'
         )
     sampler.data_source = range(size)

@@ -26,7 +26,7 @@ SideBySide = Mapping[int, tuple[float | None, float | None]]  # OLD's outer step
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison.   changes: (name, OLD's, NEW's).   curves: "reward", "loss" or "held out" -> values by step."""
+    """A comparison.   changes: (name, in OLD, in NEW).   curves: "reward", "loss" or "held out" -> values by step."""
 
     changes: list[tuple[str, Any, Any]]
     curves: dict[str, SideBySide]
@@ -71,7 +71,7 @@ def list_changes(old: RunRecord, new: RunRecord) -> list[tuple[str, Any, Any]]:
 
 
 def _name(kind: str) -> str:
-    """Return the setting of a user's file; a script's file is its own."""
+    """Return the setting that names a user's file; for a script's file, its path."""
     if kind.startswith(FILES):
         return kind
     return setting_of(kind) if kind in FILE_SETTINGS or kind == EVAL else f"{setting_of(kind)} ({kind})"

@@ -78,7 +78,7 @@ def read_logged_steps(events: Sequence[dict[str, Any]]) -> LoggedSteps:
 def complete_rows(report: Report, logged: LoggedSteps, *, start: int, now: float, over: AbstractSet[str]) -> int:
     """Return n such that rows start … n−1 are complete.   now: Unix time.   over: sessions ended before the last look.
 
-    A session may write its last log after the reader read logs and before it read ends; so `over` is an earlier look's.
+    A session may write its last log after the reader read logs and before it read ends; so `over` is older by one look.
     """
     n = start
     while n <= len(report.steps) and is_complete(report, logged, n, now=now, over=over):

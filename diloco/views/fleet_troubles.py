@@ -247,7 +247,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def _inner_step_s(steps: list[Step]) -> dict[str, float]:
-    """Return slot -> mean seconds of one inner step, over the counted ones."""
+    """Return slot -> mean seconds of one inner step, over the inner steps that count."""
     spent, counts = defaultdict[str, float](float), Counter[str]()
     for step in steps:
         for slot, parts in step.seconds.items():
@@ -305,7 +305,7 @@ def clock(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
 
 
 def _skew(beat: Beat, report: Report, now: float) -> float:
-    """Return the seconds by which the clock behind a heartbeat is ahead, of this machine's or (< 0) of outer steps'."""
+    """Return by how many seconds a replica's clock is ahead of this machine's; < 0: it is behind outer steps' times."""
     skew = beat.at - min(written_at(beat, report, now), now)
     if abs(skew) >= SKEW_S or now - beat.at < SKEW_S:
         return skew

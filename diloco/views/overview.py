@@ -10,8 +10,8 @@
 
 An overview has no costs, because only executors know prices (executors/supervision/costs.py).
 
-Not promised: the ETA of a fleet that changes; it uses the current seconds per step.  The age of a heartbeat by a clock
-that is ahead, or by one that is behind if no other replica closes outer steps.
+Not promised: the ETA of a fleet that changes (it uses the current seconds per step), or the age of a heartbeat whose
+writer's clock is ahead, or is behind while no other replica closes outer steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ class MetricCurve:
 class SessionRow:
     """One session of a slot, or a slot without a claim yet (generation 0).
 
-    place: the platform, or the machine's name.   phase: its heartbeat's; "silent", "starting", or the kind of its end.
+    place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
     beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
     ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: in its slot.
@@ -227,7 +227,7 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
 
 
 def unclaimed_names(report: Report) -> list[str]:
-    """Return the slots and actors without a session.   `--name a07` alone makes no a00 … a06 that should be there."""
+    """Return the slots and actors without a session.   An actor `--name a07` does not mean that a00 … a06 should be."""
     wanted, claimed = report.wanted, {session.slot for session in report.sessions}
     asked_for = [name for name in wanted.member_names if is_slot(name) or wanted.is_kept(name) or name in wanted.guests]
     return [name for name in asked_for if name not in claimed]
@@ -293,7 +293,7 @@ def session_of(beat: Beat) -> str:
 
 
 def newest_step_at(report: Report, now: float) -> float:
-    """Return the Unix time of the newest commit: not before earlier ones, and without its closer's lead.
+    """Return the Unix time of the newest commit: not before earlier commits, and corrected by its closer's clock lead.
 
     The lead of a session that has been replaced is unknown. Then the usual seconds count from the newest dated step."""
     step, dated = report.steps[-1], dated_steps(report, now)

@@ -17,8 +17,8 @@ CLOSED = (
     "(chmod -R a+rX on a run's folder)"
 )
 FORBIDDEN = (
-    "{}: operation not permitted. This machine forbids it to every account: its file system (a file that is immutable, "
-    "a mount without this right), a sandbox or a privacy setting. Change that, or use another folder"
+    "{}: operation not permitted. This machine forbids it to every account, by its file system (the file is immutable, "
+    "or the mount lacks this right), by a sandbox or by a privacy setting. Change that, or use another folder"
 )
 AWAY = (
     "the file system of {} gives no answer: {}. A mount may be lost: look at it (`mount`), and mount it again. Then "
@@ -67,7 +67,7 @@ def explain_error(error: Exception) -> tuple[str, int]:
     if is_full(error) and getattr(error, "filename", "") == "<stdout>":
         return LOST, exitcodes.GAVE_UP
     if is_full(error):
-        full = f"no space left on this machine's disk for its files{_where(error)}"
+        full = f"no space left on this machine's disk for the command's files{_where(error)}"
         return f"{full}; free some space, then repeat the command", exitcodes.GAVE_UP
     if isinstance(error, OSError) and error.errno in NO_ANSWER and error.filename:
         return AWAY.format(error.filename, error.strerror), exitcodes.GAVE_UP

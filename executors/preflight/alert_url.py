@@ -15,7 +15,7 @@ from executors.preflight.run_url import UsageError
 from executors.supervision.notices import VARIABLE
 
 HOSTS = {
-    "modal": "put it into a secret of Modal's, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",
+    "modal": "put it into a Modal secret, `modal secret create diloco-alert {0}=…`: --secret diloco-alert",
     "hf-jobs": "set {0} in this shell and name it as a job's secret: --secret {0}",
 }  # platforms that run a detached supervisor
 

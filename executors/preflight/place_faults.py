@@ -163,7 +163,7 @@ def about_missing(package: str, spelling: str, refused: str, places: Sequence[Pl
     brings = lambda p: p.executor in FAR and (may_bring(p, package) or _named_elsewhere(p))  # noqa: E731
     without = next((p for p in places if not brings(p)), None)
     if without is None:
-        return f"not checked: {spelling}, since {package} is not installed here (the image is to have it)"
+        return f"not checked: {spelling}, since {package} is not installed here (the image must have it)"
     where = "here" if without.executor not in FAR else f"here, and so not in the image on {without.executor}"
     raise InnerError(
         f"{refused.partition('  next:')[0].rstrip()}\n  {package} is not installed {where}.\n  next: `pip install "
@@ -205,8 +205,8 @@ def image_fault(place: Place) -> str:
     image = place.options.get("image")
     if isinstance(image, str) and REFERENCE.fullmatch(image) is None:
         return (
-            f"--option image={image} is not an image's name in a registry; it looks like docker.io/me/image:tag. "
-            "Nothing that is only on this machine can be reached"
+            f"--option image={image} is not an image's name in a registry; such a name looks like "
+            "docker.io/me/image:tag. An image that is only on this machine cannot be reached"
         )
     return ""
 

@@ -6,9 +6,9 @@
                                                                     --file                   ┘
     # /// script … dependencies = […] ///      requirements.txt beside it ─▶ packages of rented machines
 
-Data is read from the current folder, as `python train.py` would.  For a script outside the current folder, or a link to
-one, that script's folder has its modules, and the data that the current folder lacks.  Data that git ignores are not
-sent unless --file names them; a file with the name of a secret (secret_names.py) is never sent.
+Data is read from the current folder, as `python train.py` would.  If the script is outside the current folder, or a
+link to such a script, its own folder has its modules, and the data that the current folder lacks.  Data that git
+ignores are not sent unless --file names them; a file with the name of a secret (secret_names.py) is never sent.
 
 Not promised: files whose names are not a string in the script or in such a configuration; name them with --file.
 """
@@ -163,7 +163,7 @@ def _source(path: Path) -> str:
 def _unreadable(codes: Sequence[Path], folder: Path) -> Iterator[str]:
     """Yield notes on modules of packages that are not valid Python: the script may never import them.
 
-    folder: the script's, where such a module is a mistake: UsageError."""
+    folder: of the script; such a module in this folder is a mistake, so raise UsageError."""
     for code in codes:
         try:
             _source(code)
@@ -222,7 +222,7 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
         name = _name_below(base, code)
         if is_secret(name) or is_secret(code.resolve().name):
             raise UsageError(
-                f"the code imports {name}, which has the name of a secret, and the run's files are plain. Read "
+                f"the code imports {name}, which has the name of a secret, and a run's files are not encrypted. Read "
                 "its values from os.environ and name the variables with --secret, or give the module another name"
             )
         yield name, code
@@ -376,7 +376,7 @@ def _notes(
     for name, why in sorted(unsent.items()):
         yield f"does not send {name}, {why}"
     for name in sorted(one for one, file in files.items() if holds_secret(file)):
-        yield f"sends {name} with a key in it, and the run's files are plain: read it from os.environ, with --secret"
+        yield f"sends {name} with a key in it, and a run's files are not encrypted: use os.environ and --secret"
     if packages:
         yield f"rented machines install {', '.join(packages)}"
     for one in sorted({*arguments, *strings}):

@@ -38,7 +38,7 @@ def sweep_boxes(run: Run) -> Swept:
     if found.get("left") == 0:
         where = " on this machine" if provider == "local" else f" on {provider}"
         own = run.config.inner.sampling.environment is not None and provider != "local"
-        elsewhere = ". Boxes that options of your environment file put elsewhere were not looked for" if own else ""
+        elsewhere = ". If options in your environment file put boxes elsewhere, look for them there, too" if own else ""
         return Swept(True, f"0 boxes left{where}, {found['stopped']} stopped{elsewhere}")
     words = str(found.get("trouble") or f"{found.get('left')} boxes left").rstrip(".")
     console = "" if provider == "local" else f", or look at {provider}'s console"

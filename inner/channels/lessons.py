@@ -11,8 +11,8 @@ A rollout that reached max_completion_length gives a lesson like any other, even
 it from the policy loss. The mask exists because such a rollout's reward is noise, and a lesson does not use the
 reward of the rollout that it corrects (docs/internals/decisions/013).
 
-Not promised: the reprompt inside the user's message. The reprompt is a separate message after the user's, so the prompt
-has the same ids as in sampling.
+Not promised: the reprompt inside the user's message. The reprompt is a separate message after it, so the prompt has the
+same ids as in sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,8 @@ def aligned_lesson(
             f"the teacher's row does not end with the student's turn. The turn is tokens {start} to {end - 1} of a "
             f"completion with {len(rollout.ids)} tokens: {turn[:8]} …; the row ends with "
             f"{teacher_ids[start - end :][:8]} …. The cause is a defect of this package or an unsupported TRL. Use trl "
-            "1.16, or alpha_sdpo = 0, which trains without the channel. Please report it with the chat template."
+            "1.16, or train without the channel: inner.sdpo.weight = 0 (a trainer's keyword: alpha_sdpo = 0). Please "
+            "report it with the chat template."
         )
     return Lesson(start, end, teacher_ids, written)
 

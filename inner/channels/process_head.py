@@ -77,7 +77,7 @@ class ProcessHead(nn.Module):
 def open_process(process: ProcessReward, loss_type: str, student: nn.Module) -> ProcessReward:
     """Return the process reward, ready to score: a ProcessHead is joined with the start model.
 
-    loss_type: TRL's.   student: the start model.   Raises InnerError for a loss that cannot use turn scores."""
+    loss_type: as in TRL.   student: the start model.   Raises InnerError for a loss that cannot use turn scores."""
     if loss_type in WHOLE_SEQUENCE_LOSSES:
         raise InnerError(
             "a process reward gives each turn an advantage of its own, and the formula of the loss "

@@ -128,8 +128,9 @@ class HintSplicer:
 
     render(messages, opened) -> ids; with `opened`, they end with the opening of an assistant's turn
 
-    The hint is a system's or a user's message after a user's; if the template refuses both, as Mistral's and Gemma's
-    do, a user's message after an assistant's. Some templates (Mistral's) open an assistant's turn with no ids."""
+    The hint is a message of the role "system", or else "user", after one of the role "user". If the template refuses
+    both, as Mistral's and Gemma's templates do, it has the role "user", after a message of the role "assistant". Some
+    templates, such as Mistral's, open an assistant's turn with no ids."""
 
     def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
         self._render = render
@@ -166,7 +167,7 @@ class HintSplicer:
         why = f" ({type(refused).__name__}: {refused})" if refused is not None else ""
         raise InnerError(
             f"this model's chat template takes no hint between a message and the assistant's turn{why}. Use another "
-            "template, or set alpha_sdpo = 0."
+            "template, or turn the distillation off: inner.sdpo.weight = 0 (a trainer's keyword: alpha_sdpo = 0)."
         )
 
     def _opening_behind(self, before: list[Message], role: str) -> list[int] | None:

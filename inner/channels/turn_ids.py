@@ -7,9 +7,10 @@
 The context ends where a finished turn no longer agrees with the opened one. A thought that the opening closes itself
 (`<think></think>`) stays in the context, also if finished turns leave it out: in rollouts the model continues it.
 
-Templates differ in the messages that they take. Mistral's need an id of nine characters for each call, DeepSeek-V3's
-needs arguments as JSON text; so a template that refuses the messages gets them in these forms, too. A call that the
-template leaves out is written as text. A tool's result that it leaves out is an error: the model would act without it.
+Templates differ in the messages that they take. Mistral's templates need an id of nine characters for each call, and
+that of DeepSeek-V3 needs arguments as JSON text; so a template that refuses the messages gets them in these forms, too.
+A call that the template leaves out is written as text. If it leaves out a tool's result, that is an error: the model
+would act without the result.
 
 Not promised: ids that the model would have sampled (these come from the tokenizer); calls of earlier turns, if the
 template leaves calls out.
@@ -170,8 +171,10 @@ def agreement(one: list[int], other: list[int]) -> int:
 
 
 def _stays(rest: list[int], behind: list[int], action: str, tokenizer: Any) -> bool:
-    """Whether the rest of an opening, which a finished turn writes otherwise, stays in the context: a thought that it
-    closes itself (a mark, and a mark behind it), or spaces; the finished turn has the action right there."""
+    """Whether `rest`, the ids of a turn's opening that the finished turn does not repeat, stays in the context.
+
+    It stays if it is a whole thought (with an opening and a closing mark) or spaces, and if the finished turn's ids
+    from there on (`behind`) begin with the action."""
     if not rest:
         return False
     before, found, _ = tokenizer.decode(behind).partition(action.strip())

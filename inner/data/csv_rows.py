@@ -4,10 +4,11 @@
     │        └ "" too, and has texts
     └ "" counts the rows: dropped
 
-At most one column without a name stays, as "", which inner.data.columns may rename.  It is the first of them that has
-texts in any row, else the first of all.  The others are dropped if they are empty or count the rows.
+At most one column without a name stays, as "", which inner.data.columns may rename.  Of several columns without a name,
+the first with texts in any row stays, else the first.  The others are dropped if they are empty or count the rows.
 
-Not promised: an index that a program sorted or filtered, beside another column without a name: such a file is refused.
+Not promised: to drop an index that a program sorted or filtered; if another column without a name is beside it, the
+file is refused.
 """
 
 import csv
@@ -47,7 +48,7 @@ def _open_rows(name: str, lines: Iterable[str]) -> Iterable[dict[Any, Any]]:
 
 
 def _whole_rows(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[Numbered]:
-    """Yield rows that have a field for each column, without lines of spaces (csv skips empty ones itself)."""
+    """Yield rows without lines of spaces (csv skips empty lines). Raise InnerError for too few or too many fields."""
     for number, row in enumerate(rows, 1):
         filled = [field for field in row.values() if field is not None]
         if len(filled) == 1 and not str(filled[0]).strip():

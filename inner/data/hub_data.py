@@ -71,8 +71,8 @@ def read_dataset(dataset: HubDataset, setting: str) -> Iterator[tuple[str, Any]]
     disable_progress_bars()
     if Path(dataset.name).is_dir():
         raise InnerError(
-            f"{what}: this folder has a folder {dataset.name}, which `datasets` would read instead of the Hub's. "
-            "Run the command elsewhere, or rename that folder."
+            f"{what}: this folder has a folder {dataset.name}, which `datasets` would read instead of the Hub's "
+            "dataset. Run the command elsewhere, or rename that folder."
         )
     try:
         rows: Any = load_dataset(

@@ -227,8 +227,8 @@ def _check_columns(name: str, where: str, row: Row) -> None:
         )
     if seen := [column for column in ("image", "images") if column in row and (column == "image" or row[column] != [])]:
         raise InnerError(
-            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. Where it is for "
-            f'the reward only, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
+            f"{name}, {where}: column {seen[0]!r} would be shown to the model, which reads text alone. If only the "
+            f'reward needs it, give it another name: inner.data.columns = {{{seen[0]} = "picture"}}.'
         )
 
 
@@ -252,7 +252,7 @@ def _refuse_other_kind(name: str, where: str, prompt: str | list[Any], first: st
         kinds = ("a text", "messages") if isinstance(prompt, str) else ("messages", "a text")
         raise InnerError(
             f"{name}, {where}: the prompt is {kinds[0]}, and in the first row it is {kinds[1]}. Write all in one form; "
-            "inner.data.system makes messages of texts."
+            "with inner.data.system, each text becomes messages."
         )
 
 

@@ -43,7 +43,7 @@ def absent_columns(name: str, rows: Sequence[Any]) -> str:
 
 
 def prompt_fault(row: Any) -> str:
-    """Return the kind of a prompt that cannot be used, and the next thing to do; "" if the row has no `prompt`."""
+    """Return the kind of a refused row's prompt, and the next thing to do.  Return "" for a row without a `prompt`."""
     if not isinstance(row, dict) or "prompt" not in row:
         return ""
     prompt = row["prompt"]

@@ -49,7 +49,7 @@ def as_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def render_ids(
     tokenizer: Any, messages: Sequence[Message], *, opened: bool, tools: Any = None, **options: Any
 ) -> list[int]:
-    """Return the ids of a chat.   opened: the ids end with an assistant's opening.   options: the template's."""
+    """Return the ids of a chat.   opened: the ids end with an assistant's opening.   options: for the template."""
     return tokenizer.apply_chat_template(
         as_texts(messages), tools=tools, tokenize=True, return_dict=False, add_generation_prompt=opened, **options
     )

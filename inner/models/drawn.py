@@ -32,9 +32,9 @@ def refuse_drawn(
     shapes: (name, shape in the files, shape by config.json) of the weights where these differ."""
     for name, there, here in sorted(shapes, key=str):
         raise InnerError(
-            f"the model {source}: {name} has the shape {[*there]} in its files, and {[*here]} by its config.json. They "
-            "are not of one model, or its embeddings were resized without its config. Save the model again, with "
-            "save_pretrained."
+            f"the model {source}: {name} has the shape {[*there]} in its files, and {[*here]} by its config.json. The "
+            "two are of different models, or the embeddings were resized and config.json was not. Save the model "
+            "again, with save_pretrained."
         )
     missing, unexpected = set(missing), set(unexpected)
     head = missing & _head_names(model)
@@ -81,7 +81,7 @@ def unreadable(source: str, error: Exception) -> str:
     elif Path(source.removeprefix("in ")).exists():
         advice = "Download or save it again, or correct inner.model"
     else:
-        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+        advice = "Check inner.model and inner.revision; for a private model, check the Hub token, too"
     return f"the model {source} could not be loaded: {said}. {advice}."
 
 

@@ -65,7 +65,7 @@ def _read_header(path: Path, changed: int) -> GgufHeader:
         architecture = found.fields["general.architecture"].contents()
         kinds = {tensor.tensor_type.name for tensor in found.tensors}
         shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in found.tensors}
-    except Exception as error:  # the reader's own, or numpy's: by the place where the file is wrong
+    except Exception as error:  # the reader's own errors, or numpy's: it depends on the place of the fault
         raise InnerError(
             f"model = '{path}' is not a GGUF file that can be read ({error!r:.200}). Download it again, or give a "
             "folder or a Hub id as inner.model."

@@ -51,7 +51,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
         where = _download_files(config.model, commit, files)
     except HubError as error:
         at = f" at revision {config.revision}" if config.revision else ""
-        advice = "Check inner.model and inner.revision, and the Hub token if it is a private one"
+        advice = "Check inner.model and inner.revision; for a private model, the Hub token, too"
         if not error.final:
             advice = "Look at this machine's way to the Hub (network, HF_ENDPOINT), then repeat the command"
         raise InnerError(f"the model {config.model}{at} could not be loaded: {error}. {advice}.") from error
@@ -61,7 +61,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
 
 
 def needed_files(names: Iterable[str]) -> list[str]:
-    """Return the files that `from_pretrained` reads; [] if `from_pretrained` would need other files."""
+    """Return those of these files that `from_pretrained` reads; [] if config.json or the weights are not among them."""
     names = sorted(names)
     if "config.json" not in names:
         return []

@@ -122,8 +122,8 @@ def _layers_matched(model: Any, settings: LoraSettings) -> str:
     heads = [name for name, module in layers if module is head]
     if of_head := [t for t in settings.names if any(n == t or n.endswith(f".{t}") for n in heads)]:
         raise InnerError(
-            f"lora.targets = {settings.targets!r}: {of_head[0]} is the head. The loss reads the head's weights, "
-            "past an adapter, so the adapter would never be trained. Take it out of inner.lora.targets."
+            f"lora.targets = {settings.targets!r}: {of_head[0]} is the head. The loss reads the head's weights "
+            "directly, so an adapter on them would never be trained. Take it out of inner.lora.targets."
         )
     unmatched = [t for t in settings.names if not any(name == t or name.endswith(f".{t}") for name in linear)]
     found = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))

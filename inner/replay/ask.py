@@ -8,7 +8,7 @@
 
 requests in flight per teacher ≤ 1 + permits; each answer that costs no more than the worst case adds a permit
 
-One place decides the outcome of a request (exchange.py, teachers.py): an answer, again, failed, or stop. A teacher that
+exchange.py, with teachers.py, gives each request one outcome: "answer", "again", "failed" or "stop". A teacher that
 asks for a wait longer than LONGEST_WAIT_S is closed: its other calls fail at once, without cost. The other teachers
 continue. A later replay_trace with the same arguments asks the closed teacher again.
 

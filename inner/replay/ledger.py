@@ -200,7 +200,7 @@ def _open_alone(path: Path) -> IO[bytes]:
     except OSError as error:
         file.close()
         raise LedgerHeld(
-            f"another replay is writing to {path}. Wait for it, or give this one a ledger of its own."
+            f"another replay is writing to {path}. Wait for it, or give this replay a ledger of its own."
         ) from error
     file.seek(0)
     return file

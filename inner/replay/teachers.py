@@ -214,7 +214,7 @@ def _seconds_until(date: str, now: float) -> float | None:
 
 
 def _billed_nano(usage: Mapping[str, Any]) -> int | None:
-    """Return the billed cost. With your own provider key, `cost` is only the router's fee: add the provider's."""
+    """Return the billed cost. With your own provider key, `cost` is only the router's fee; add the provider's cost."""
     parts = [usage["cost"]]
     if usage.get("is_byok"):
         details = usage.get("cost_details")

@@ -6,8 +6,9 @@
 TRL knows some thirty templates by their exact text. Fine-tunes and newer releases write calls in the same forms under
 templates of other texts. A form is taken if it reads back a text, a call, and two calls (if the template writes two).
 
-TRL also has texts for training of those that it knows, if a chat's beginning depends on its end (Qwen3's does); a
-template that writes all samples as a known one gets that one's text.
+Some known templates (Qwen3's) write earlier messages in another way once later ones follow, so TRL trains with its own
+version of them. A template that writes all samples as a known template does gets that template's text, so that TRL
+replaces it, too.
 
 Forms that no template of TRL's has are in own_call_forms.py, such as Mistral's and DeepSeek's.
 
@@ -64,7 +65,7 @@ TOOLS: list[Any] = [
 def set_call_form(tokenizer: Any, *, for_trl: bool = True) -> None:
     """Set the tokenizer's `response_template`, if one of TRL's or of ours reads the turns that its template writes.
 
-    for_trl: TRL's tool loop will use it, which refuses templates that need an id for each call."""
+    for_trl: whether TRL's tool loop will use it. That loop refuses templates that need an id for each call."""
     if getattr(tokenizer, "response_schema", None) or (for_trl and not supports_tool_calling(tokenizer)):
         return  # the tokenizer has a reader of an older kind, or TRL refuses its template
     with suppress(ValueError):  # a template of another text
@@ -86,7 +87,7 @@ def set_call_form(tokenizer: Any, *, for_trl: bool = True) -> None:
 
 
 def _set_known_text(tokenizer: Any, template: str) -> None:
-    """Give the tokenizer the text that TRL knows, if both write the same: TRL mends only known ones for training."""
+    """Give the tokenizer the text that TRL knows, if both write the same: TRL adapts only known texts to training."""
     if is_chat_template_prefix_preserving(tokenizer):
         return
     chats = (ASKED, [{"role": "system", "content": "Be brief."}, *ASKED], [*ASKED, CALLED], [*ASKED, CALLED, TOLD])

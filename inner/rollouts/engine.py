@@ -45,7 +45,7 @@ class Engine(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         if self.accelerator.num_processes == 1:
-            os.environ["MASTER_PORT"] = str(free_port())  # TRL tests 29500, but opens it seconds later
+            os.environ["MASTER_PORT"] = str(free_port())  # TRL tests port 29500, but opens it seconds later
         module: Any = vllm_generation
         make = module.LLM
         module.LLM = lambda **asked: make(**{**asked, "dtype": self.dtype, "seed": self.seed})

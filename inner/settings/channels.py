@@ -74,10 +74,10 @@ class SdpoSettings(Table):
         None, "Upper limit of one vocabulary entry's part in the divergence; if not set, no limit.", above=0
     )
     top_k: int = setting(
-        100, '`context = "rollout"` only: the student\'s likeliest tokens, and one bucket for all others.', above=0
+        100, '`context = "rollout"` only: compare so many likeliest tokens; one bucket has the rest.', above=0
     )
     success: float = setting(
-        1.0, '`context = "rollout"` only: the reward from which on a rollout is shown to its siblings.'
+        1.0, '`context = "rollout"` only: a rollout with at least this reward is shown to its siblings.'
     )
     taid_t_start: float = setting(0.4, "TAID's t at outer step 0.", least=0, most=1)
     taid_t_end: float = setting(1.0, "TAID's t after `schedule.weight_steps` outer steps.", least=0, most=1)
@@ -135,7 +135,7 @@ class ReplaySettings(Table):
     weight_end: float | None = setting(
         None, "β after `schedule.weight_steps` committed outer steps; if not set, β is constant.", least=0
     )
-    pairs: str | None = setting(None, "The .jsonl file of pairs: of `save_pairs`, or TRL's prompt, chosen, rejected.")
+    pairs: str | None = setting(None, "A .jsonl file of pairs from `save_pairs`, or in TRL's form (prompt, chosen …).")
     variant: str = setting(
         "dpo", '"dpo" against θ₀, with anchors below, or "simpo" without a reference.', one_of=DPO_VARIANTS
     )
@@ -178,7 +178,7 @@ class ProcessSettings(Table):
     weight: float = setting(1.0, "w, the weight of a turn's advantage beside that of its rollout.", above=0)
     credit: str = setting(
         "turn",
-        'Tokens that learn from a turn\'s score: "turn": the turn\'s own, "rest": also earlier ones.',
+        'Tokens that learn from a turn\'s score: "turn": tokens of that turn, "rest": also of earlier turns.',
         one_of=CREDITS,
     )
     function: str | None = setting(

@@ -70,7 +70,7 @@ def _check_supervised(config: "InnerConfig") -> None:
         )
     if config.vllm is not None:
         raise InnerError(
-            '[inner.vllm] generates rollouts, and inner.loop = "supervised" has none. Leave the table out, or set '
+            '[inner.vllm] generates rollouts, and inner.loop = "supervised" makes no rollouts. Leave it out, or set '
             'inner.loop = "grpo".'
         )
     if config.sdpo.is_used or config.replay.is_used:
@@ -81,7 +81,7 @@ def _check_supervised(config: "InnerConfig") -> None:
         )
     if config.process is not None:
         raise InnerError(
-            '[inner.process] scores turns of rollouts, and inner.loop = "supervised" has none. Leave the table '
+            '[inner.process] scores rollouts\' turns, and inner.loop = "supervised" makes no rollouts. Leave the table '
             'out, or set inner.loop = "grpo".'
         )
 

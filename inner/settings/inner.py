@@ -110,7 +110,7 @@ class InnerConfig(Table):
         "adamw",
         '"muon": torch.optim.Muon for matrices, with AdamW\'s step size, and AdamW for embeddings, head, norms and '
         "biases. "
-        '"adamw8bit": bitsandbytes\', moments in 8 bits, on CUDA.',
+        '"adamw8bit": AdamW of bitsandbytes, with moments in 8 bits, on CUDA.',
         one_of=OPTIMIZERS,
     )
     weight_decay: float = setting(0.0, "Decoupled weight decay of the optimizer.", least=0)

@@ -174,7 +174,7 @@ PO_OBJECTIVES: dict[str, Objective] = {
         title="Lite PPO",
         paper="arXiv 2508.08221",
         formula=f"-Σ_i Σ_t {_CLIP} / tokens of the inner step, A / std of the batch",
-        when="small models and plain rewards: two tricks of many, the ones that held up",
+        when="small models and plain rewards: of the many tricks that the paper tried, the two that helped",
         fixed=_fixed_settings("dapo", scale_rewards="batch"),
         values={"epsilon": 0.2, "beta": 0.0},
     ),
@@ -250,7 +250,7 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
         )
     if (delta := settings.get("delta")) is not None and not delta > 1:
         raise ObjectiveError(
-            f"delta = {delta} caps the ratio r, which is 1 on-policy: at 1 or below, right answers have no gradient. "
+            f"delta = {delta} caps the ratio r, which is 1 on-policy: delta <= 1 stops the gradient of right answers. "
             "Set delta = 4.0, for example (TRL recommends more than 1 + epsilon), or leave it out."
         )
 

@@ -253,15 +253,15 @@ class SamplingSettings(Table):
         None, '"file.py:function", called as f(row, model) -> reward; it calls the model as an OpenAI client does.'
     )
     agent_timeout_s: float = setting(
-        600.0, "Seconds that an agent may take between two requests; then its rollout has no reward.", above=0
+        600.0, "Seconds that an agent may take between two requests; after that, its rollout has no reward.", above=0
     )
     max_tool_calling_iterations: int = setting(2, "Turns in which tools may be called.", least=0)
     tool_workers: int = setting(1, "Rollouts whose tool calls, `reset` and `get_reward` run at the same time.", least=1)
     tool_timeout_s: float | None = setting(
-        None, "Seconds that one tool call may take; then it is an error of its rollout.", above=0
+        None, "Seconds that one tool call may take; after that, the call counts as a tool's error.", above=0
     )
     environment_timeout_s: float | None = setting(
-        None, "Seconds that one `reset` or `get_reward` may take; then its rollout has no reward.", above=0
+        None, "Seconds that one `reset` or `get_reward` may take; after that, its rollout has no reward.", above=0
     )
     boxes: str | None = setting(
         None, "Where the episodes of Harbor tasks get their boxes (docs/reference/boxes.md).", one_of=PROVIDERS

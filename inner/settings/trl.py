@@ -58,7 +58,7 @@ _INSTEAD = {
         "hub_always_push", "hub_revision", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
         "ignore_data_skip", "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
     ),
-    "[inner.data], whose order is the run's": (
+    "[inner.data]; the run itself decides the data's order": (
         "shuffle_dataset", "train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names",
         "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
         "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
@@ -141,7 +141,7 @@ _GENERATION = {
     "inner.sampling.temperature": ("temperature",),
     "inner.sampling.max_completion_length": ("max_new_tokens", "max_length", "max_tokens"),
     "inner.sampling.num_generations": ("num_return_sequences", "n"),
-    "nothing: a rollout is sampled, since the loss takes the log-probs of what it samples from": (
+    "nothing: rollouts are always sampled, because the loss needs the log-probs of the sampled distribution": (
         "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "use_beam_search", "best_of",
     ),
     "nothing: TRL reads the tokens and log-probs in its own form": (
@@ -219,8 +219,8 @@ def _check_generation(config: "InnerConfig") -> None:
     for name in given:
         if name in GENERATION_OWNED and (name not in own or given[name] != own[name]):
             raise InnerError(
-                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's own in the "
-                f"rollouts alone{instead_in_words(GENERATION_OWNED[name])}."
+                f"inner.trl.generation_kwargs has {name} = {given[name]!r}, which would replace the run's value, but "
+                f"only in the rollouts{instead_in_words(GENERATION_OWNED[name])}."
             )
     if "max_time" in given:
         raise InnerError(

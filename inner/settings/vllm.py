@@ -46,5 +46,5 @@ def refuse_without_vllm() -> None:
     if not has_vllm():
         raise InnerError(
             "the table [inner.vllm] asks for vLLM, which is not installed here. It needs other versions of "
-            f"packages, so make an environment of its own: {INSTALL}. Or leave the table out."
+            f"packages, so make a separate environment for it: {INSTALL}. Or leave the table out."
         )

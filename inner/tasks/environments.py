@@ -45,7 +45,7 @@ def _dataset_of(environment: Any) -> Any:
 
 
 def open_environment(spec: TaskSpec) -> Any:
-    """Return the environment. Call this in the main thread: verifiers sets handlers of signals, which are set back."""
+    """Return the environment. Call this in the main thread: verifiers sets handlers of signals, and this undoes it."""
     import verifiers  # pyright: ignore[reportMissingImports]
 
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}

@@ -60,8 +60,8 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 class VerifierBox:
     """The verifier's own box.   artifacts: for each, its path in both boxes and the patterns that are left out.
 
-    image, folder, env, offline, programs, base, build, odd: as those of HarborTask.
-    files: also; None: those of the episode's box."""
+    image, folder, env, offline, programs, base, build, odd: as in HarborTask.
+    files: as in HarborTask; None: the files of the episode's box."""
 
     image: str
     folder: str

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from inner.errors import InnerError
 
 MOST_BYTES = 16 << 20
-HEREDOC = re.compile(r"(?<!<)<<-?[\"']?([A-Za-z_]\w*)")  # of a RUN, COPY or ADD; <<< is a shell's, << 3 is a number's
+HEREDOC = re.compile(r"(?<!<)<<-?[\"']?([A-Za-z_]\w*)")  # after RUN, COPY or ADD; not a shell's <<<, nor a shift (<< 3)
 DEFAULT = "/app"  # the working folder without WORKDIR
 
 
@@ -55,8 +55,8 @@ def read_dockerfile(folder: Path, seen: Seen, *, image: str = "", work: str = ""
     lines, work = _lines(folder), work or working_folder(folder) or (DEFAULT if image else "")
     if not work:
         raise InnerError(
-            f"{folder}/Dockerfile has a working folder that is / or has a variable, and a box needs another one. Name "
-            f"it in task.toml: workdir of [{'verifier.' * (folder.name == 'tests')}environment]."
+            f"{folder}/Dockerfile has a working folder that is '/' or contains a variable. A box needs another: name "
+            f"one in task.toml: workdir of [{'verifier.' * (folder.name == 'tests')}environment]."
         )
     if image:
         return Dockerfile("", work, {}, "", "")
@@ -110,7 +110,7 @@ def _copied_files(folder: Path, lines: Iterable[list[str]], seen: Seen) -> dict[
 
 def _is_plain(first: str, *rest: str) -> bool:
     """Whether a line of a Dockerfile is understood without a build."""
-    odd = ("$", "\\", "**", "[!")  # a shell's, or of another meaning in Go's patterns than in Python's
+    odd = ("$", "\\", "**", "[!")  # characters for a shell, or that Go's patterns read otherwise than Python's
     plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in rest)
     words = {"FROM": (1, 3), "COPY": range(2, 1000), "WORKDIR": (1,)}.get(first.upper(), ())
     return plain and len(rest) in words
@@ -181,7 +181,7 @@ def pack(source: Path, target: str, *, root: Path, seen: Seen) -> dict[str, str]
 def _files_below(path: Path, roots: tuple[Path, Path], left: list[Path], *, linked: bool = False) -> Iterator[Path]:
     """Yield the files below `path`, and those to which links lead; add links that lead elsewhere to `left`.
 
-    roots: files are below the first, and folders below the second.   linked: a link led here, so no further link to a
+    roots: files must be below the first, folders below the second.   linked: a link led here, so no further link to a
     folder counts: such links may lead in a circle, or double with each level."""
     real = _real(path)
     again = path.is_symlink() and (linked or _real(path.parent).is_relative_to(real))

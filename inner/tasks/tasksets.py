@@ -57,7 +57,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
     """Return a function (replies, entries) -> one score each, which does not catch errors of a reward or a judge."""
     config = config_of(spec)  # loads no rows: files that `load` reads may be on another machine
-    _loaders().file_module.cache_clear()  # it is by path, and a trial of the scorer is in another folder than the rows
+    _loaders().file_module.cache_clear()  # its keys are relative paths, and a scorer's trial has another folder
     task_class = task_class_of(spec)
 
     async def score_all(replies: Sequence[str], entries: Sequence[str]) -> list[float]:
@@ -82,7 +82,8 @@ def _run(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
 
 
 def _run_here(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
-    """Run the coroutine in this thread's loop: a client that rewards share keeps connections of the loop before."""
+    """Run the coroutine in one loop per thread, kept between calls: rewards may share a client, and its connections
+    work only in the loop that opened them."""
     runner = _runner(threading.get_ident())
     try:
         return runner.run(scoring)
@@ -285,8 +286,8 @@ def _entry_of(spec: TaskSpec, task: Any) -> str:
 
 def _changed_by_json(spec: TaskSpec, task: Any, *changes: str) -> InnerError:
     return InnerError(
-        f"taskset {spec.name}: the run stores task {task.data.name or task.data.idx} as JSON, and read again it is "
-        f"another: {'; '.join(changes)}. Give that field of {type(task.data).__name__} its exact type, such as "
+        f"taskset {spec.name}: the run stores task {task.data.name or task.data.idx} as JSON, and reads it back "
+        f"changed: {'; '.join(changes)}. Give that field of {type(task.data).__name__} its exact type, such as "
         "tuple[int, int], or store a value that JSON has."
     )
 

@@ -149,7 +149,7 @@ def _response_mask(inputs: Batch) -> Tensor:
 
 
 def _paired_logits(teacher: nn.Module, logits: Tensor, inputs: Batch) -> tuple[Tensor, Tensor]:
-    """Return two (N, V): the student's and the teacher's logits for the k-th marked token of each row."""
+    """Return student's and teacher's logits, (N, V) each: the k-th marked token of a row is paired with the k-th."""
     student_mask = inputs.get("sdpo_loss_mask", _response_mask(inputs)).bool()
     teacher_mask = _teacher_mask(student_mask, inputs)
     if not torch.equal(student_mask[:, 1:].sum(-1), teacher_mask[:, 1:].sum(-1)):

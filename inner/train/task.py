@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Task:
     rows: list[dict[str, Any]]
-    rewards: list[Callable[..., Sequence[float | None]]]  # the user's, unwrapped; []: the environment has get_reward
+    rewards: list[Callable[..., Sequence[float | None]]]  # the user's functions, unwrapped; []: use get_reward
     environment: type | None
     hint: Hint | None  # None: use the templates of inner.channels.hints
     pairs: Path | None = None  # the pairs of the replay channel
     process: ProcessReward | None = None
     turn: Any = None  # switches between the environment's state and the trainer's (inner/usercode/apart.py)
-    agent: Callable[[Any], Any] | None = None  # trainer -> what makes its rollouts (inner/extras/agents/rollouts.py)
+    agent: Callable[[Any], Any] | None = None  # trainer -> the maker of its rollouts (inner/extras/agents/rollouts.py)
     make: Callable[[], Any] | None = None  # makes the user's environment, apart from training; None: call the class
 
 

@@ -8,8 +8,9 @@
     student   GRPO's own forward: a hook takes its backbone output, so the student needs no second one
     replay    pairs (prompt, chosen, rejected) one forward, with gradient
 
-"hint" follows Composer (a hint at the failed turn, added to RL) with OPSD's kernel. "rollout" is the method of the
-SDPO paper: it scores whole responses again, and replaces the policy gradient (policy_weight = 0).
+context = "hint" is the method of Cursor's Composer (a hint at the failed turn, a loss beside that of RL), with the
+divergence of OPSD. "rollout" is the method of the SDPO paper: it scores whole responses again, and replaces the policy
+gradient (policy_weight = 0).
 
 With α = β = 0, loss and gradients are TRL's, bit for bit, with no extra forward. A term without tokens or pairs in a
 batch runs no forward: it is a 0 that is connected to the graph.
@@ -71,7 +72,7 @@ class ComposerReplicationTrainer(PolicyTrainer):
     hint              (row, error) -> text or None; default: templates over the error and the tools (channels/hints.py)
     sdpo_teacher      "round", "frozen", "ema", "live", or a model with the same vocabulary
     process           a ProcessReward: it scores single turns, and advantages become (B, T); None: off
-    has_agent         whether an agent of the user will make the rollouts, so that tools are its own
+    has_agent         whether an agent of the user, with its own tools, will make the rollouts
     data_seed, start  data order as a pure function of (data_seed, inner step), from inner step `start` on;
                       without data_seed: TRL's own sampler, and args.seed orders the pairs
     share             replaces data_seed for a replica that reads a part of the rows (inner/data/order.py)

@@ -5,13 +5,13 @@
     random numbers of torch, CUDA, numpy, random     the rewards have their own, which continue from call to call
     grad mode, signals, sys.stdout, … (_SETTINGS)    after each call as before it; `take_notes` reports a change once
     sys.argv                                         [the file], so that its argparse sees none of our arguments
-    os._exit(2)                                      raises SystemExit: as the replica's own code, 2 would end the run
+    os._exit(2)                                      raises SystemExit: a replica that ends with 2 would end the run
 
 Async rewards overlap: the first one to begin puts the trainer's state away, and the last one to end brings it back.
 An environment and the model take turns in one generation: `reset`, sampling, tools, sampling, tools, `get_reward`.
 
-Not promised: anything for os.environ, the umask and sockets' time limits, or for threads that outlive the call or turn;
-to take back file descriptors that the code closes.
+Not promised: to restore os.environ, the umask, sockets' time limits, or file descriptors that the code closes; to keep
+threads apart that outlive the call or the turn.
 """
 
 import inspect
@@ -251,7 +251,7 @@ def _read_settings() -> dict[str, Any]:
 
 
 def _exit(leave: Callable[[int], NoReturn], process: int, thread: int, code: int) -> None:
-    """Take the place of os._exit.   leave: the real one, for a forked child, and for this project's own threads."""
+    """Take the place of os._exit.   leave: the real os._exit, for forked children and this project's own threads."""
     if (os.getpid(), threading.get_ident()) != (process, thread):
         leave(code)
     raise SystemExit(code)

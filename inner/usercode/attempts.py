@@ -8,7 +8,7 @@
 
 A completion is blamed (decision 065) in three cases. It failed alone in the last try, not by a connection error, and
 another completion got a number after it. Its value is not a number, while other completions have numbers. Its reward is
-an AtMostWorst. If the last try ends with failures, we score one completion with a number again: is the reward alive?
+an AtMostWorst. If the last try ends with failures, we score a completion with a number again, to test the reward.
 
 Not promised: right values of a reward that compares completions: after a failure it sees only a part of the batch. A
 completion is also blamed if, by chance, the reward's machine hangs only for this completion, at every try.
@@ -97,7 +97,7 @@ def plan_attempts(completions: int, group: int, tries: int) -> Generator[Ask | A
     """Yield the next call to make. Send the answer to each Ask, and None to each Again. Return the batch's Scored.
 
     A part that timed out ends its try, because the next part may hang as long. In the next try that part comes last.
-    The last try continues, so that a completion that hangs the reward costs no sibling, until some in a row have hung.
+    The last try goes on after a time-out, so that a hung completion costs no sibling. HUNG_IN_A_ROW of them end it.
     """
     values: list[Value] = [None] * completions
     invalid: dict[int, str] = {}

@@ -123,7 +123,7 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
 
 
 def lost_tools_warning(config: InnerConfig, files: Files) -> str:
-    """Return a warning about methods of the environment that look like tools and are none; "" if there are none."""
+    """Return a warning about methods of the environment that look like tools but are not; "" without such a method."""
     _, environment = load_environment(config, files)
     if environment is None:
         return ""
@@ -134,7 +134,7 @@ def lost_tools_warning(config: InnerConfig, files: Files) -> str:
 
 
 def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment: type | None) -> None:
-    """Raise InnerError if a part of ToolWorld, in place of one that is not set, reads a column that the rows lack."""
+    """Raise InnerError if the rows lack a column that ToolWorld's own reward or tools read, and these are used."""
     if config.model != "toolworld" or config.data.source is None or config.sampling.boxes or not rows:
         return
     is_scored = bool(config.rewards.lines or config.scoring_task) or hasattr(environment, "get_reward")

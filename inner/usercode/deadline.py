@@ -31,7 +31,7 @@ class _Interrupted(BaseException):
 
 
 def is_end(error: BaseException) -> bool:
-    """Whether an exception ends this process, whichever code it came through: Ctrl-C, or a closed coroutine.
+    """Whether this exception (Ctrl-C, or the end of a coroutine) ends the process, whichever code raised it.
 
     A replica handles Ctrl-C without an exception, so there a KeyboardInterrupt comes from the user's code."""
     if isinstance(error, KeyboardInterrupt):

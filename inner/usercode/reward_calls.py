@@ -86,7 +86,7 @@ class RewardCalls:
         self._worked: set[str] = set()
         self._counts = True  # False within `uncounted`
         self._silent = 0  # consecutive generations without any number, whether calls failed or returned None
-        self._has_number = False  # whether a completion since the last check_known has one
+        self._has_number = False  # whether a completion since the last check_known has a number
         self._noted = False
         self._last_emit_at = -math.inf
         self._unreported_failures = 0
@@ -297,7 +297,7 @@ class _Call:
 
 
 def _copied(value: Any) -> Any:
-    """Return messages of their own, whose images are the given ones."""
+    """Return a copy of messages. The copy has the same image objects."""
     if isinstance(value, list):
         return [_copied(one) for one in value]
     return {key: _copied(one) for key, one in value.items()} if isinstance(value, dict) else value

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 
 
 class _StartState:
-    """TRL's TrainerState before a run. transformers (seconds) is imported only for other fields than these two."""
+    """TRL's TrainerState before a run. Other fields than these two need transformers, whose import takes seconds."""
 
     global_step = 0
     max_steps = 10**9
@@ -114,7 +114,7 @@ def _missing_words(parameters: Any, call: Row) -> Iterator[str]:
 def _extra_words(parameters: Any, call: Row) -> Iterator[str]:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         extra = [key for key in call if key not in _named(parameters)]
-        yield f"it is called with {', '.join(extra)}, too, and has no **columns at its end, which takes them"
+        yield f"a run also passes {', '.join(extra)}: write **columns as its last argument, which takes them"
 
 
 def _head(parameters: Any, call: Row) -> str:

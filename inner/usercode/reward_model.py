@@ -8,7 +8,7 @@
 
     reply ─ its own chat template ─▶ text ─ its own tokenizer, padded right ─▶ logits (B, 1) ─▶ B rewards
 
-Not promised: a model in a local folder; one that needs its own code; several GPUs.
+Not promised: a model in a local folder; a model that needs its own code; several GPUs.
 """
 
 import json

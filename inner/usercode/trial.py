@@ -173,8 +173,8 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
         return ""
     return (
         f"the best answer that was tried, the row's {column}, has more than inner.sampling.max_completion_length = "
-        f"{room} tokens in {len(longer)} of {len(lengths)} rows ({max(longer)} at most): training cuts it off, and the "
-        "reward sees only the rest. Raise it, unless a shorter text is worth as much"
+        f"{room} tokens in {len(longer)} of {len(lengths)} rows ({max(longer)} at most): training cuts off its end, "
+        "and the reward sees only its beginning. Raise the limit, unless a shorter text is worth as much"
     )
 
 

@@ -160,7 +160,7 @@ def _form_advice(error: Exception, completions: list[Any]) -> str:
     if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
         return (
             "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
-            "inner.data.system, which makes chats of both"
+            "inner.data.system, with which both are chats"
         )
     if not texts and any(w in what for w in ("'list' object", "got 'list'", "list indices")):
         return (

@@ -96,7 +96,7 @@ class ToolWorld:
         return f"t{kind}_{synonym}"
 
     def right_name(self, kind: int) -> str:
-        """Return the existing name of this kind: the same in every process; prompts and warm start never contain it."""
+        """Return the only name of this kind that is a tool. Every process gets the same name; no prompt contains it."""
         return self.name(kind, random.Random(1234 + kind).randrange(self.names))
 
     def result(self, kind: int, a: int, b: int) -> int:
@@ -133,7 +133,7 @@ class ToolWorld:
     # the warm start
 
     def dialogue(self, rng: random.Random) -> list[Message]:
-        """Draw a dialogue with any synonym, all equally likely; the assistant follows a hint and copies the result."""
+        """Draw a dialogue with any name of the tool, all equally likely; the assistant obeys hints, copies results."""
         kind = rng.randrange(self.kinds)
         a = rng.randrange(NUMBERS)
         b = rng.randrange(NUMBERS)

@@ -534,7 +534,7 @@ def read_beat(store: Readable, slot: str) -> Beat | None:
 def updated_peer(
     old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
 ) -> Peer:
-    """Return the observation of a peer after `old`, when `beat` was read.
+    """Return the new observation of a peer: `old` is the one before it, `beat` the heartbeat just read.
 
     read: (seconds awake, wall clock) of the observer before it read the beat.   period: seconds between two beats.
     Older beats are ignored: a fenced process writes to the same key as its successor, and any writer may restore an old

@@ -126,7 +126,7 @@ def round_to_fp32(x: float) -> float:
 
 
 def beat_age(old: Peer, new: Beat, elapsed: float, wall: float, beat: float) -> float:
-    """Return the least age of the beat `new`, in seconds, when one observer read `old` `elapsed` seconds before.
+    """Return the least age in seconds of the beat `new`.  Its observer read `old` earlier, by `elapsed` seconds.
 
     The writer's own clock, and the number of its beats, each tell how long the writer was active between the two beats.
     The writer was silent for the rest of `elapsed`, and for `old.silent` seconds before.  So there are two ages.  The
@@ -249,7 +249,7 @@ def next_cap(sync_every: int, slow: Sequence[float], *, fresh: bool) -> int:
     """Return how many inner steps the next pseudogradient may have, to be ready when the fastest replicas offer.
 
     slow: `slowness` of this replica's last three offers.   fresh: whether the last offer counted in its own step.
-    One slow round of three is ignored, unless the commit came without its offer.  Equal machines differ by less than a
+    One slow round of three is ignored, unless its offer was not in the commit.  Equal machines differ by less than a
     third, so they keep H, and such a run can be repeated bit for bit.
     """
     factor = slow[-1] if not fresh else median(slow) if len(slow) == ROUNDS else 1.0

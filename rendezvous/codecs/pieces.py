@@ -124,7 +124,7 @@ class RowCodec:
                 f"a {self.name} body of {n} elements must have {self.max_body_size(n)} bytes, not {all_rows.numel()}"
             )
         all_rows = all_rows.view(-1, self.row_bytes)
-        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # one call takes as long as 20,000 elements
+        at_once = device.type == "cpu" and load_kernels(self.name, "cpu")  # a call costs as much as 20,000 elements
         size = max(1, n if at_once else min(n, piece_size(device)))
         for a in range(0, n, size):
             b = min(a + size, n)

@@ -99,7 +99,7 @@ class Averager:
     # ------------------------------------------------------------------ bad bodies
 
     def _mean_when_mended(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
-        """Write the mean as soon as its blobs are intact.   Raise Corrupt if no writer can, or after `give_up`."""
+        """Write the mean as soon as its blobs are intact.   Raise Corrupt if no writer can help, or after `give_up`."""
         began = self.clock.now()
         while True:
             try:

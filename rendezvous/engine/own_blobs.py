@@ -114,8 +114,8 @@ class OwnBlobs:
     def readers_of(self, commit: Commit) -> set[str]:
         """Return the other slots that may still need a body of this replica, so that it reads their beats.
 
-        Return none in a large fleet, where no replica reads all beats.  In a sharded step all parts are announced by
-        now, so only the three replicas that lead the next step watch the others, to notice a dead one sooner.
+        Return no slot in a large fleet, where no replica reads all beats.  In a sharded step all parts are announced by
+        now, so no slot needs a body.  Then only the three replicas that look first at the next step read beats.
         """
         wanted = self.members.wanted
         if not self.bodies or wanted.universe > rules.LARGE_FLEET:

@@ -57,7 +57,7 @@ _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud/stor
 class Probe:
     """The measurements at `url`.
 
-    troubles: measurement -> the store's error, for those that failed; their fields have the value of a failed test.
+    troubles: measurement -> the store's error, if it failed; its field then has the value of a failed test.
     """
 
     url: str
@@ -86,7 +86,7 @@ class Probe:
         if not self.reads_its_writes:
             return "a read after a write returns other bytes: a run needs read-after-write consistency"
         if 0 < self.put_bytes_s < LEAST / REQUEST_S:
-            return f"an upload of {LEAST >> 20} MiB takes more than {REQUEST_S:.0f} s on this link, which is the limit"
+            return f"an upload of {LEAST >> 20} MiB takes more than {REQUEST_S:.0f} s, the limit, on this link"
         if not self.ranges:
             return "ranged reads return wrong bytes"
         if not self.notices_end:
@@ -125,7 +125,7 @@ class Estimate:
 
 
 def probe_store(store: Store, clock: Clock, size: int = 32 << 20, rounds: int = ROUNDS, racers: int = RACERS) -> Probe:
-    """Measure the store.   Raise the store's error if it refuses or answers no read, or no writer of the race."""
+    """Measure the store.   Raise the store's error if it refuses a read, or answers no read or no writer."""
     at = f"probe/{os.urandom(6).hex()}/"
     retry_unclear(clock, lambda: store.get(f"{at}own"), times=2)  # one slow client alone, before 16 at once
     try:

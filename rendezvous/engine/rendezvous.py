@@ -165,7 +165,7 @@ class Rendezvous:
         """Heal before the first inner step: load the newest snapshot, then apply every later mean.
 
         theta_0(): the state's arrays at the start of the run, if they come from elsewhere; snapshot 0 then has no blob.
-        If an earlier generation of this slot has written an offer for the open step, wait for its end without training.
+        If an earlier generation of this slot has written an offer for the open step, first wait for that step's commit.
         """
         self.state = state
         self._theta_0 = theta_0

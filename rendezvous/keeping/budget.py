@@ -46,9 +46,9 @@ from math import ceil
 from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
-_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists, as of killed writers
-LATE = 3  # steps: the one that was just decided, and two that may follow while blobs are deleted
-COMPLETE = 3  # snapshots: the two newest, and one that is being written
+_SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists (of killed writers)
+LATE = 3  # number of steps: the step that was just decided, and two that may follow while blobs are deleted
+COMPLETE = 3  # number of snapshots: the two newest, and one that is being written
 FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
 RETRY = 2  # in steps: one to write a snapshot, and one for its manifest
 
@@ -74,7 +74,7 @@ def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
 
 
 def parts_of(commit: Commit) -> list[int]:
-    """Return the numbers of the parts in which the commit's mean may be announced, without parts that have no shard.
+    """Return the numbers of the parts in which the commit's mean may be announced: only parts with at least one shard.
 
     The parts are those of `means.parts.MeanParts.split`.
     """

@@ -8,7 +8,7 @@
 
 All reads use the same memory, because new memory pages cost more than the read.
 
-Not promised: that a body can be fetched.  For others, `read_bodies` gives a text with the reason.
+Not promised: that a body can be fetched.  If it cannot, `read_bodies` gives a text with the reason.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -50,7 +50,7 @@ def mean_of_valid(
                 reducer.add_body(total, body, listed.weight, first=not good)
                 good.append(listed)
             else:
-                reducer.report_poisoned(commit, listed, "it has values that are not finite, or bytes of no encoder")
+                reducer.report_poisoned(commit, listed, "it has values that are not finite, or no encoder wrote it")
         if not good:
             total.fill(0.0)
         elif not divide_by_weight(total, total_weight(good)):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Reducer:
-    """Means of commits; if a blob is bad, it uses another source.
+    """The means of commits; from another source if a blob is bad.
 
     together: runs the requests for several bodies; `in_turn` reads the bodies one after the other.
     """

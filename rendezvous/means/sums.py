@@ -7,7 +7,7 @@ Not promised: the speed of the kernels.
 
 import numpy as np
 
-_CHUNK = 1 << 16  # elements: two fp32 chunks stay in the cache, and so does one from its division to its check
+_CHUNK = 1 << 16  # elements: two fp32 chunks fit into the cache, so a quotient is still there when it is checked
 
 
 def accumulate(total: np.ndarray, x: np.ndarray, weight: float, *, first: bool) -> None:

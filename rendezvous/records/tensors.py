@@ -90,7 +90,7 @@ def _read_header(store: Store, key: str, size: int) -> bytes | None:
         return None
     end = 8 + int.from_bytes(start[:8], "little")
     if end > min(size, _HEADER_LIMIT):
-        raise Corrupt(f"{key} says that its header has {end - 8} bytes; it has {size} in all")
+        raise Corrupt(f"{key} says that its header has {end - 8} bytes; the whole object has {size}")
     rest = bytearray(max(0, end - len(start)))
     if rest and not store.get_into(key, memoryview(rest), len(start)):
         return None

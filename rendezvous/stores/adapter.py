@@ -170,7 +170,7 @@ def is_served(scheme: str) -> bool:
 
 
 class _Unchecked(AdapterStore):
-    """The same store with a `create` without the check, for the check itself."""
+    """The same store, but `create` does not first check the file system: the check itself writes through it."""
 
     def __init__(self, store: AdapterStore) -> None:
         self.__dict__.update(store.__dict__)

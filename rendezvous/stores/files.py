@@ -18,9 +18,9 @@ reused:
     it is another folder          StoreGone: another disk, another folder
     it is the same folder again   the store continues
 
-Not promised: survival of a power failure (there is no fsync); a folder that several machines share through a file
-system without an atomic `link` (but the read in `put_once` covers lost answers of NFS); that a process which starts
-later recognizes the folder (rendezvous/agreement/closing.py compares its records with the chain).
+Not promised: survival of a power failure, because there is no fsync.  Nor a folder that machines share through a file
+system without an atomic `link`; but if NFS loses an answer, the read in `put_once` finds the outcome.  A later
+process does not know the folder's inode: rendezvous/agreement/closing.py compares the records with the chain instead.
 """
 
 import ctypes
@@ -259,8 +259,8 @@ def _open_regular(name: str, folder: int) -> int:
 
 def _gone(root: Path, how: str) -> str:
     return (
-        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back: the run continues, or "
-        "ends (a new mount counts as another folder) and `diloco resume` continues it. A deleted folder ends the run"
+        f"the folder {root} {how}. Nothing was written. Mount it, or give it its name back. The run continues, or, "
+        "as a new mount counts as another folder, ends; then use `diloco resume`. A deleted folder ends the run"
     )
 
 

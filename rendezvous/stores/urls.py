@@ -68,8 +68,8 @@ def plain_url(url: str) -> str:
     """
     if bad := next((c for c in url if c == "#" or not c.isprintable()), ""):
         raise ValueError(
-            f"this {url.partition(':')[0]}:// URL has {bad!r} in it, which a parser would drop, and after # all that "
-            "follows. Write the URL without this character, e.g. exp-1 for exp#1"
+            f"this {url.partition(':')[0]}:// URL has {bad!r} in it. A parser would drop it (and what follows a #). "
+            "Write the URL without this character, e.g. exp-1 for exp#1"
         )
     if url != url.strip():
         raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; remove it")

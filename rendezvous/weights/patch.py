@@ -27,7 +27,8 @@ from rendezvous.store import Buffer
 
 CHUNK = 1 << 22  # values
 MAGIC = b"bf16"
-_HEAD = struct.Struct("<4sQIIIII")  # magic, index of the first value, values, changed values, bytes of gaps, high, low
+# magic, index of the first value, number of values, number of changed values, sizes of gaps, high and low in bytes
+_HEAD = struct.Struct("<4sQIIIII")
 _FAR = 255
 _OVER = np.uint32(0x7F7F8000)  # fp32 bits of the smallest magnitude that is infinite in bf16; NaN's bits are above
 Bits = np.ndarray  # uint16: the bits of bf16 values

@@ -292,5 +292,5 @@ def test_a_folder_with_a_datasets_name_is_not_read_for_it(tmp_path: Path, monkey
     """Before: `datasets` read ./openai/gsm8k, and run.json named a commit of the Hub."""
     (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InnerError, match="would read instead of the Hub's"):
+    with pytest.raises(InnerError, match="would read instead of the Hub's dataset"):
         list(read_dataset(HubDataset.parse("hub:openai/gsm8k/main:train", "inner.data.prompts"), "inner.data.prompts"))

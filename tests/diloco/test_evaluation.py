@@ -296,7 +296,7 @@ def test_games_may_have_one_prompt_and_rows_that_differ(tmp_path: Path) -> None:
     settings = {"model": "somewhere", "data": {"prompts": "prompts.jsonl"}}
     acts = InnerConfig.from_dict({**settings, "sampling": {"agent": "agent.py:play"}})
     told = check_held_out(EvalConfig(prompts="eval.jsonl"), acts, files)
-    assert "2 of the 2 prompts of [eval] are also training prompts, in rows that differ" in told
+    assert "2 of the 2 prompts of [eval] are training prompts in rows with other columns" in told
     plain = InnerConfig.from_dict({**settings, "rewards": {"function": "r.py:f"}})
     with pytest.raises(EvalError, match="2 of the 2 prompts"):
         check_held_out(EvalConfig(prompts="eval.jsonl"), plain, files)

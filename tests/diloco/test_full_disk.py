@@ -222,12 +222,10 @@ def test_a_command_says_so_and_may_be_typed_again(
     """Before: "[Errno 28] No space left on device", and exit code 2."""
     monkeypatch.setattr(verbs, "_demo", lambda args: tempfile.mkdtemp())
     assert main(["demo"]) == exitcodes.GAVE_UP
-    assert (
-        capsys.readouterr().err
-        == f"diloco demo: {WORDS.format('its files')}; free some space, then repeat the command\n"
-    )
+    assert capsys.readouterr().err == f"diloco demo: {WORDS.format(MINE)}; free some space, then repeat the command\n"
 
 
+MINE = "the command's files"
 NONE_LEFT = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FULL_STORE = StoreFull("cannot write control/000001.json: No space left on device. Free some space on that disk")
 
@@ -235,9 +233,12 @@ FULL_STORE = StoreFull("cannot write control/000001.json: No space left on devic
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (NONE_LEFT, "no space left on this machine's disk for its files; free some space, then repeat the command"),
+        (NONE_LEFT, "disk for the command's files; free some space, then repeat the command"),
         (FULL_STORE, f"{FULL_STORE}, then repeat the command"),
-        (FileNotFoundError(2, "No usable temporary directory found in ['/a', '/b']"), "for its files ('/a', '/b'); "),
+        (
+            FileNotFoundError(2, "No usable temporary directory found in ['/a', '/b']"),
+            "for the command's files ('/a', '/b'); ",
+        ),
     ],
     ids=["a write() that names no file", "the run's own store", "no temporary folder"],
 )

@@ -159,7 +159,7 @@ def test_a_size_keeps_as_much_as_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keep", "words"),
     [
-        ("all", "--keep all is not a size. Use one such as"),
+        ("all", "--keep all is not a size. Use a size such as"),
         ("many", "--keep many is not a size"),
         ("-3 GB", "is not a size"),
     ],

@@ -99,8 +99,8 @@ def test_the_first_of_a_name_stands_and_another_name_is_kept() -> None:
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ("r01/42/5/0.0.16", "has 16 rollouts, numbered from 0"),
-        ("r01/42/6/0.0.3", "is of outer step 5"),
+        ("r01/42/5/0.0.16", "only 16 of outer step 5, numbered from 0"),
+        ("r01/42/6/0.0.3", "only 16 of outer step 5"),
         ("r01/43/5/0.0.3", "deleted them with their step"),
         ("r01/42/5/0.1.3", "records no rollouts"),
         ("r02/42/5/0.0.3", "has no rollouts/r02/"),
@@ -218,8 +218,8 @@ def changed_record(body: bytes, **changes: Any) -> bytes:
 UNUSABLE: dict[str, tuple[Any, str]] = {
     "another payload": (lambda body: b"\1" + body[1:], "its bytes have another digest"),
     "another run": (lambda body: changed_record(body, run="other"), "it is of another run, other"),
-    "more rollouts": (lambda body: changed_record(body, rollouts=10**9), "rollouts of .* by its record 1000000000 of"),
-    "more tokens": (lambda body: changed_record(body, tokens=2**53), "by its record .* of 9007199254740992"),
+    "more rollouts": (lambda body: changed_record(body, rollouts=10**9), "its record says 1000000000 of"),
+    "more tokens": (lambda body: changed_record(body, tokens=2**53), "its record says .* of 9007199254740992"),
     "empty": (lambda body: b"", "no bundle of rollouts"),
 }
 

@@ -159,8 +159,8 @@ def test_a_number_becomes_what_it_is_declared_as() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [(lambda: loop_with(sync_evry=5), "unknown setting outer.sync_evry; did you mean outer.sync_every?"),
-     (lambda: loop_with(lr=0.1), "make_diloco has no lr: the outer step's is outer_lr"),
-     (lambda: loop_with(momentum=0.1), "make_diloco has no momentum: the outer step's is outer_momentum"),
+     (lambda: loop_with(lr=0.1), "make_diloco has no argument lr: use outer_lr"),
+     (lambda: loop_with(momentum=0.1), "make_diloco has no argument momentum: use outer_momentum"),
      (lambda: loop_with(OuterConfig(), sync_every=6), "got outer=… and sync_every; put them into outer"),
      (lambda: loop_with(sync_every=10, boundary=4), "a sync every 10 inner steps would fall inside"),
      (lambda: loop_with(sync_every=10, boundary=0), "a sync every 10 inner steps would fall inside")],

@@ -77,5 +77,5 @@ def test_a_run_without_the_setting_has_none(tmp_path: Path) -> None:
 
 
 def test_a_lighthouse_has_no_bucket_for_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a run over a lighthouse has none"):
+    with pytest.raises(ConfigError, match="a run over a lighthouse has no bucket"):
         config(tmp_path, rendezvous="lighthouse://localhost:1234", fleet=BROADCAST, outer={"norm_gate": 0.0})

@@ -234,9 +234,9 @@ def test_the_report_counts_what_actors_sampled_and_odd_lines_are_no_numbers() ->
     session = SessionSummary("a00", 1, 7, "vm", 1.0)
     report = Report("x", "memory://", {}, Wanted(), [], [session], events, {}, 0)
     (words,) = actor_words(report)
-    assert words == "1, 3 bundles, 1 too late; 2 trained on, 1 too old or too far"
+    assert words == "1, 3 bundles, 1 too late; 2 trained on, 1 too old or too far from the policy"
     assert f"  actors: {words}" in status_table(report)
     assert actor_words(replace(report, sessions=[])) == []
     steps = [{**event, "slot": "r00", "event": kind, "step": 9} for kind in ("step", "sampled")]
     (words,) = actor_words(replace(report, events=[*events, *steps]))  # before: 4 bundles of the run, and 0 trained on
-    assert words == "1, since outer step 9: 1 bundles, 0 too late; 0 trained on, 0 too old or too far"
+    assert words == "1, since outer step 9: 1 bundles, 0 too late; 0 trained on, 0 too old or too far from the policy"

@@ -404,7 +404,7 @@ def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
 
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):
-    assert "which log? This run has those of r00, r01 and, if it is" in complaint(capsys, "logs", run.url)
+    assert "which log? This run has logs of r00, r01 and, if it is" in complaint(capsys, "logs", run.url)
 
 
 def test_a_supervised_run_is_not_started_twice(capsys, run, config):

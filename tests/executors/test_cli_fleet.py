@@ -488,7 +488,7 @@ def test_the_log_of_a_slot_that_ran_elsewhere_is_told_by_its_session(capsys, run
     claim = Claim("r00", 2, "n", 1.0, host="their-laptop~1f", pid=5)
     put_once(run.store, SystemClock(), layout.claim_key("r00", 2), claim.encode())
     said = complaint(capsys, "logs", run.url, "r00")
-    assert "its user has it on their-laptop" in said and f"diloco logs {run.url} r00-2" in said
+    assert "the user who started it has it on their-laptop" in said and f"diloco logs {run.url} r00-2" in said
 
 
 @pytest.mark.parametrize("spelled", ["file://", ""])

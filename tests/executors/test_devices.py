@@ -33,7 +33,7 @@ from executors.preflight.quote import fitted_places
             {"inner": {"model": "toolworld", "process": {"function": "p.py:f"}, "grpo": {"objective": "bnpo"}}},
             r'\[inner.process\] with scale_rewards = "batch" compares',
         ),
-        ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" needs matrices that'),
+        ({"inner": {"model": "toolworld", "optimizer": "muon"}}, 'inner.optimizer = "muon" needs whole matrices'),
         ({"inner": {"model": "toolworld", "optimizer": "adamw8bit"}}, 'inner.optimizer = "adamw8bit" was tested'),
         (
             {"inner": {"model": "toolworld", "grpo": {"objective": "dapo"}}},

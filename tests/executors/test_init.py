@@ -92,5 +92,5 @@ def test_a_full_disk_leaves_nothing_that_forbids_the_same_command(
     with monkeypatch.context() as filled:
         filled.setattr(Path, "write_text", full)
         assert ended("init", str(folder)) == 75
-    assert f"for its files ({folder}); free some space, then repeat" in capsys.readouterr().err
+    assert f"for the command's files ({folder}); free some space, then repeat" in capsys.readouterr().err
     assert ended("init", str(folder)) == 0

@@ -130,7 +130,7 @@ def test_a_full_disk_is_named_by_the_export_s_folder(tmp_path: Path, error: Exce
     with pytest.raises(type(error)) as told, fresh_folder(tmp_path / "to"):
         raise error  # as write() raises the first: without a name
     assert is_expected(told.value)
-    assert f"disk for its files ({tmp_path / 'to'})" in explain_error(told.value)[0]
+    assert f"disk for the command's files ({tmp_path / 'to'})" in explain_error(told.value)[0]
 
 
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.ESTALE, errno.EIO])

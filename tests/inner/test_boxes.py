@@ -1261,8 +1261,11 @@ APART = '[verifier]\nenvironment_mode = "separate"\n'
         ({"docker": "FROM x\nCOPY absent /app\n"}, "has no files"),
         ({"docker": "FROM x\nCOPY repo /app # all\n"}, "has no files"),
         ({"docker": "FROM x\n# \udcff\n"}, "cannot be read: 'utf-8' codec"),
-        ({"docker": "FROM x\nWORKDIR /\n"}, r"has a working folder that is / .* task.toml: workdir of \[environment\]"),
-        ({"docker": "FROM x\nRUN a\nWORKDIR $HOME\n"}, "or has a variable, and a box needs another one"),
+        (
+            {"docker": "FROM x\nWORKDIR /\n"},
+            r"working folder that is '/' .* task.toml: workdir of \[environment\]",
+        ),
+        ({"docker": "FROM x\nRUN a\nWORKDIR $HOME\n"}, "or contains a variable. A box needs another"),
         ({"docker": "FROM x\nCOPY ../instruction.md /app/\n"}, "outside this folder"),
         ({"toml": '[verifier]\ntimeout_sec = "10 min"\n'}, r"\[verifier\] timeout_sec = '10 min' must be a number"),
         ({"toml": "[agent]\ntimeout_sec = inf\n"}, "must be a number between 0 and 1e9"),

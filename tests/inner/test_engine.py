@@ -289,7 +289,7 @@ def test_the_share_of_tokens_counts_those_that_the_model_wrote() -> None:
         ({"vllm": {"memroy": 0.5}}, r"did you mean inner\.vllm\.memory\?"),
         (
             {"vllm": {}, "loop": "supervised", "model": "tiny", "data": {"text": "a.txt"}},
-            r'\[inner\.vllm\] generates rollouts, and inner\.loop = "supervised" has none',
+            r'\[inner\.vllm\] generates rollouts, and inner\.loop = "supervised" makes no rollouts',
         ),
         ({"vllm": {}, "grpo": {"objective": "vespo"}}, 'takes only weights of tokens.*"token_truncate"'),
         ({"vllm": {}, "grpo": {"objective": "gmpo"}}, 'takes no importance weights.*importance_mode = "off"'),

@@ -163,7 +163,7 @@ def test_an_mcp_server_with_its_own_class_of_calls_lists_its_tools() -> None:
 def test_a_server_with_neither_tools_nor_a_schema_is_said(action: Any) -> None:
     with (
         serve_schema(lambda _: REFUSED, action) as url,
-        pytest.raises(InnerError, match=r"lists no tools.*no schema .* at /schema. Write a class on .*OpenEnv"),
+        pytest.raises(InnerError, match=r"lists no tools.*no schema .* at /schema. Write a subclass of .*OpenEnv"),
     ):
         openenv_environment(url)
 

@@ -29,12 +29,12 @@ ALL = "def score(completions, **columns):\n    "
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("def score(completions, answer): ...", ["called with prompts, completion_ids", "no **columns", HEAD]),
+        ("def score(completions, answer): ...", ["also passes prompts, completion_ids", "write **columns", HEAD]),
         ("def score(completions, anwser, **_): ...", ["asks for 'anwser'", "did you mean 'answer'?", HEAD]),
         ("def score(completions, solution, **_): ...", ["asks for 'solution'", "they have 'answer'"]),
         ("def score(completion, answer, **_): ...", ["one 'completion'", "all completions of a batch", HEAD]),
-        ("def score(prompt, completion): ...", ["one 'prompt'", "one 'completion'", "no **columns"]),
-        ("async def score(completions): ...", ["no **columns"]),
+        ("def score(prompt, completion): ...", ["one 'prompt'", "one 'completion'", "write **columns"]),
+        ("async def score(completions): ...", ["write **columns"]),
         (f"{ALL}return [columns['anwser'] for c in completions]", ["no column 'anwser'", "mean 'answer'?"]),
         (f"{ALL}return [c.strip() for c in completions]", ["rewards.py, line 2", "is a list of messages"]),
         (f"{ALL}return [c['content'] for c in completions]", ["correct the line", 'completion[-1]["content"] for']),

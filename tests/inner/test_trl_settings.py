@@ -107,8 +107,11 @@ def test_mistakes_are_named(values: dict[str, Any], words: str) -> None:
         ({"max_new_tokens": 2000}, "Use inner.sampling.max_completion_length"),
         ({"max_tokens": 2000}, "Use inner.sampling.max_completion_length"),
         ({"n": 4}, "Use inner.sampling.num_generations"),
-        ({"no_repeat_ngram_size": 3, "do_sample": False}, "do_sample = False.* Leave it out: a rollout is sampled"),
-        ({"num_beams": 4}, "Leave it out: a rollout is sampled"),
+        (
+            {"no_repeat_ngram_size": 3, "do_sample": False},
+            "do_sample = False.* Leave it out: rollouts are",
+        ),
+        ({"num_beams": 4}, "Leave it out: rollouts are always sampled"),
         ({"eos_token_id": 5}, "Leave it out: special tokens"),
         ({"top_k": 5}, "Use inner.trl.top_k"),
         ({"max_time": 5.0}, "max_time = 5.0, which cuts completions after so many seconds.* Leave it out"),

@@ -101,7 +101,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def google(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Google's XML requests are S3's in all that we ask for, but for the header of an exclusive create."""
+    """We send Google's XML API the same requests as S3, except for the header of an exclusive create."""
     s3.access_key = None
     account = {"gcs_base_url": s3.endpoint, "disable_oauth": True}
     account |= {"client_email": "", "private_key": "", "private_key_id": ""}
@@ -514,7 +514,7 @@ def test_a_wrong_url_says_what_is_right(url: str, words: str) -> None:
 @pytest.mark.parametrize("end", ["exp#1", "exp#1?endpoint=https://other", "exp\t1", "exp\n", "exp1 "])
 def test_what_a_parser_drops_from_a_url_is_refused(scheme: str, end: str) -> None:
     """s3://bucket/exp#1 and #2 were one prefix; #3 went on with the first one's run."""
-    with pytest.raises(ValueError, match=r"which a parser would drop|begins or ends with a blank"):
+    with pytest.raises(ValueError, match=r"A parser would drop it|begins or ends with a blank"):
         open_store(f"{scheme}://buckets/me/{end}")
 
 

@@ -4,9 +4,9 @@
                 H/F                flat ← θ ◀── mean, should_commit         perform_sync
                                    θ ← outer step ─▶ flat ← θ + α · (local − θ)
 
-torchft 0.2 has wheels for Linux on x86-64 and Python up to 3.13 alone.  Where it is installed, its own classes run.
-These have the names of torchft's attributes that in_place.py and loop.py use, and give the same bits (a test compares
-both).
+torchft 0.2 has wheels only for Linux on x86-64 and Python up to 3.13.  Where it is installed, its own classes run.  The
+classes here have the names of torchft's attributes that in_place.py and loop.py use, and give the same bits (a test
+compares both).
 
 Not promised: a lighthouse, several parameters in a fragment, values on a GPU; FlatFragments are on the CPU.
 Sources: arXiv 2311.08105, algorithm 1; arXiv 2501.18512, sections 2.2 (fragments), 2.3 (τ, α).

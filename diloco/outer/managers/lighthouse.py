@@ -176,7 +176,7 @@ class LighthouseRounds:
         self.spent["wait_s"] = self.clock.now() - began
 
     def weigh_round(self) -> float:
-        """Return the weight of this replica's Δ: h/H, or 1 for uniform; 0 if it healed in this round."""
+        """Return the weight of this replica's Δ: h/H, or 1 if weighting = "uniform"; 0 if it healed in this round."""
         loop = self._loop
         self.spent["h"] = h = loop.h[self._manager.current_step() % loop.rules.fragments]
         return float(h > 0) if loop.rules.weighting == "uniform" else h / loop.rules.sync_every

@@ -129,7 +129,7 @@ class StoreManager:
         """Do nothing: torchft locks a state server, which a bucket does not need."""
 
     def disallow_state_dict_read(self) -> None:
-        """Publish a bare manager's state, which is complete at this first hook after a commit. The first call heals."""
+        """Publish a bare manager's state, complete in torchft's first call after a commit. The very first heals."""
         if self._is_bare:
             self._bare.join()
             self._bare.publish_states()

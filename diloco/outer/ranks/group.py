@@ -6,7 +6,7 @@
     training's own group (NCCL, Gloo)    gradients and shards
     this group (Gloo, on the CPU)        agree: rank 0's numbers    spread: its tensors    gather: messages to it
 
-This group is beside the training's, so no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
+This is not the training's own group: no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
 a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 
 Not promised: several hosts; a quick end of a rank that waits for a stopped rank: it ends after PATIENCE.
@@ -98,7 +98,7 @@ class Group:
 
 
 def write_at_request() -> None:
-    """Let `show_ranks` in rank 0 make this rank write its main thread's calls into a file beside MEET's."""
+    """Let a signal from rank 0 (`show_ranks`) make this rank write its main thread's calls into a file near MEET."""
     with suppress(OSError):  # a full disk: rank 0's place is enough
         _shown.append(_calls_of(f"rank {os.environ['RANK']}").open("w"))
         faulthandler.register(SHOW, _shown[-1], all_threads=False)  # of more than 100, it leaves out the main one
@@ -134,7 +134,7 @@ def _calls_of(rank: str) -> Path:
 def await_ranks(store: Any, index: int, count: int, absent_s: float) -> None:
     """Wait until all ranks have called this. Raise OuterError after `absent_s`.
 
-    A rank that never calls it may train: it waits for the others in its first step."""
+    A rank that never calls this may be training: it then waits for the others in its first step."""
     number = next(_begun)
     keys = [f"diloco/{number}/{rank}" for rank in range(count)]
     store.set(keys[index], "here")

@@ -40,7 +40,7 @@ def lead(make: "Callable[[], StoreManager]", absent_s: float = ABSENT_S) -> "Sto
 def lone_words(environ: Mapping[str, str] = os.environ) -> str:
     """Return the warning that accelerate launch has started one process in place of several; else "".
 
-    For several processes it always names a port, but it starts one unless it finds several GPUs."""
+    If you ask it for several processes, it always names a port, but without several GPUs it starts only one process."""
     asked = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= environ.keys()
     if not asked or not environ.keys().isdisjoint(("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
         return ""

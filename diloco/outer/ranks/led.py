@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 DONE, LEAVES, FAILED = range(3)  # outcomes of a call on rank 0
 NANO = 10**9
-APART = 0.01  # part of the longer of two moves; ranks that train together move alike, up to rounding
+APART = 0.01  # limit of two ranks' difference, as a part of the larger change; ranks in step differ by rounding
 NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: the run's at its end."""
+    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: as the call left them."""
 
     outcome: int = DONE
     value: int = 0

@@ -41,7 +41,7 @@ def add_verbs(verbs: Any) -> None:
     stop._actions[-1].nargs = "?"
     offer(value(stop, "--executor", "NAME", "with --all, instead of RUN: all processes there"), *EXECUTORS)
     flag(stop, "--all", help="end processes of all runs, and processes of no known run; asks first")
-    again(stop, "--option", type="option", metavar="KEY=VALUE", help="with --all: namespace=me of hf-jobs")
+    again(stop, "--option", type="option", metavar="KEY=VALUE", help="with --all: e.g. namespace=me, for hf-jobs")
     flag(stop, "--yes", "-y", help="with --all: do not ask")
     value(stop, "--grace", "S", "seconds before a kill (default: 20, and three inner steps)", type="seconds")
     flag(stop, "--purge", help="also remove the data that platforms keep of the run; never the run itself")

@@ -78,7 +78,7 @@ def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     if not slot:
         there = ", ".join(slots_of(wanted.replicas))
         raise UsageError(
-            f"which log? This run has those of {there} and, if it is detached, of supervisor. For example: "
+            f"which log? This run has logs of {there} and, if it is detached, of supervisor. For example: "
             f"diloco logs {shlex.quote(url)} r00"
         )
     executor = build_executor(wanted.places, wanted.former)
@@ -149,7 +149,8 @@ def _why_no_log(slot: str, run: Run, wanted: Wanted, found: dict[str, Handle]) -
         if claim := newest_claim(run.store, slot):
             where = host_words(claim.host) or "the machine where it ran"
             bucket = f"diloco logs {shlex.quote(run.url)} {slot}-{claim.generation}"
-            return f"the log of {slot} is not here; its user has it on {where}. The bucket has a part: {bucket}"
+            why = f"the log of {slot} is not here; the user who started it has it on {where}"
+            return f"{why}. Part of it is in the bucket: {bucket}"
         return f"{slot} has not been launched yet; `diloco status` shows the reason for the wait"
     if slot == SUPERVISOR:
         return "no detached supervisor of this run has written a log on this machine; look where it was started"

@@ -153,7 +153,7 @@ def _title_line(line: Curve, report: Report, now: float, width: int) -> str:
 
 
 def _elapsed_seconds(report: Report, now: float) -> float:
-    """Return the seconds of the run so far; they do not grow after its last replica has ended, or before an event."""
+    """Return the seconds of the run so far; they do not grow before its first event, or after its last replica."""
     if report.done or not report.began:
         return report.seconds
     beating = any(is_listening(b, report, now) for b in report.beats.values())

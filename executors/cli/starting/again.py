@@ -31,7 +31,7 @@ from rendezvous.stores.run_key import open_signed
 def found_again(config: RunConfig, url: str, clock: Clock, say: Callable[[str], None], grace_s: float = GRACE_S) -> str:
     """Return the URL at which to found the run.   url: the result of `current_url`.
 
-    Raise UsageError if the run cannot be founded again; by then at most `stop_run` has written records."""
+    Raise UsageError if the run cannot be founded again; it is unchanged then, but `stop_run` may have ended it."""
     store = open_signed(url)
     if store.get(layout.RUN) is None or not (differs := differing_settings(config, store)):
         return url

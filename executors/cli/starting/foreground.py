@@ -3,7 +3,7 @@
     Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
     if another process supervises the run already, this process only shows it (look_on.py)
 
-Not promised: replicas of this machine that outlive this process; `--detach` starts such a supervisor.
+Not promised: that replicas of this machine outlive this process; with `--detach`, the supervisor outlives it.
 """
 
 import os

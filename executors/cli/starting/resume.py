@@ -1,8 +1,8 @@
 """`diloco resume RUN`: supervise a run again, with its bucket's state and your new options.
 
     control, leave records ─▶ all steps are there?  ─▶ a supervisor only logs the ends that no other has seen
-                           └▶ new places: their mistakes, as before a start
-                           └▶ a price, and your word ─▶ new desired state, the quote ─▶ the run, and what it wants
+                           └▶ new places: checked as before a start
+                           └▶ a price, which you accept ─▶ new desired state, the quote ─▶ the run and that state
 
 Not promised: the same places, if you name others.
 """

@@ -70,8 +70,8 @@ def add_verbs(verbs: Any) -> None:
 
 def _add_requests(parser: ArgumentParser) -> None:
     parser.set_defaults(**UNSAID)
-    value(parser, "--replicas", "N", "replicas to keep (default: as the run has it)", type="positive")
-    value(parser, "--steps", "T", "outer steps in all (default: as the run has it)", type="positive")
+    value(parser, "--replicas", "N", "replicas to keep (default: the run's number)", type="positive")
+    value(parser, "--steps", "T", "outer steps in all (default: the run's number)", type="positive")
     value(parser, "--min-replicas", "M", "offers that every outer step needs", type="positive")
     where = parser.add_argument_group("where replicas run (default: this machine, or as the run had it)")
     names = f"{', '.join(EXECUTORS)}: all replicas there"

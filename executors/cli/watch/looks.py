@@ -70,7 +70,7 @@ class RunLooks:
         begun = self._begun
         self._begun = None
         while begun and not wait([begun], timeout=1.0).done:
-            pass  # Python hears a Ctrl-C that arrives just before a turn of the wait only after that turn
+            pass  # short turns: a Ctrl-C that arrives just before a turn is heard only after it
         report = self._live.next_look() if begun is None else begun.result()
         if report is None:
             return None

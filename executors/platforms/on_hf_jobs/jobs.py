@@ -41,7 +41,7 @@ class JobLists:
         return found
 
     def alive_now(self, run: str) -> list[HubJob]:
-        """Return the run's live jobs by its list, renewed if older than LISTED_S; [] if the run was never listed."""
+        """Return the live jobs in the run's list, read again if older than LISTED_S; [] if it was never read."""
         if self._clock.now() - self._listed_at.get(run, float("inf")) > LISTED_S:
             at_once([lambda: self.list_once(run)], ANSWER_S)  # without an answer the old list counts
         return self.alive(run)

@@ -292,7 +292,7 @@ class LocalProcessExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether the handle's process may still run.  A process that is marked for another run is not the handle's."""
+        """Whether the handle's process may still run.  A process that is marked for another run is not this process."""
         own = (handle.pid, handle.started) in self._children.all
         return _is_here(handle) and (own or processes.works_for(handle.pid, handle.run) is not False)
 
@@ -318,7 +318,7 @@ class LocalProcessExecutor(Executor):
 
 
 def process_folder(run: str) -> Path:
-    """Return the folder on this machine for the files of a run's processes, which are this user's."""
+    """Return the folder on this machine for the files of this user's processes of a run."""
     own = folder.absolute() / "processes" if (folder := folder_of(run)) else None
     if own and (os.access(own, os.R_OK | os.X_OK) or not own.is_dir()):
         return own

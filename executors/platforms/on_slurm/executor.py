@@ -137,7 +137,7 @@ class SlurmExecutor(Executor):
                 while not slurm_job.create_exclusively(mine := folder / f"submit.{turn}"):
                     if (known := _wait_for_card(folder, self.new_handle(spec), self._clock)) is not None:
                         return known
-                    turn += mine.exists()  # the earlier turn's launcher died; its job finds no input and ends
+                    turn += mine.exists()  # its launcher died without a card; a job of it finds no input and ends
             return _submit_in_turn(lambda: self._submit_job(spec, folder), mine)
         except (OSError, subprocess.SubprocessError, RuntimeError, NameError) as error:
             words = str(error)

@@ -84,7 +84,7 @@ def _left_out(tasks: Sequence[HarborTask]) -> Iterator[str]:
     if links:
         more = f" and {len(links) - 3} more" if len(links) > 3 else ""
         yield (
-            f"boxes do not get these links of Harbor tasks, which lead out of their folders, nowhere or in a circle: "
+            f"boxes do not get these links of Harbor tasks, as each leads out of its folder, nowhere or in a circle: "
             f"{', '.join(links[:3])}{more}. If a task needs such a link, put the files in its place"
         )
 
@@ -97,8 +97,8 @@ def _builds(config: RunConfig, tasks: Sequence[HarborTask], folder: Path) -> Ite
         seed = ["--seed", str(data.task_seed)] if data.task_seed else []
         words = [str(folder), *data.task_options.get("without", []), "--size", str(data.task_size), *seed]
         yield (
-            f"{provider} builds the images of {len(built):,} Dockerfiles, each at the first box that needs it, which "
-            f"waits. To build them before the run starts: `python -m inner.extras.boxes.images {provider} "
+            f"{provider} builds the images of {len(built):,} Dockerfiles, and the first box that needs an image waits "
+            f"until it is built. To build them before the run starts: `python -m inner.extras.boxes.images {provider} "
             f"{shlex.join(words)}`"
         )
 

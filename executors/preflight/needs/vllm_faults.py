@@ -37,9 +37,9 @@ def vllm_missing(config: RunConfig, place: Place) -> str:
         if has_vllm():
             return ""
         return (
-            "inner.vllm: vLLM is not installed here, where replicas run. It needs versions of its own "
-            f"({pinned_version('vllm')}, {pinned_version('transformers')}, {pinned_version('huggingface-hub')}), so an "
-            f"environment of its own: `{INSTALL}` there, and start the run from it. Or leave [inner.vllm] out"
+            "inner.vllm: vLLM is not installed here, where replicas run. It needs other versions than this environment "
+            f"({pinned_version('vllm')}, {pinned_version('transformers')}, {pinned_version('huggingface-hub')}). Run "
+            f"`{INSTALL}` in a new environment, and start the run from there. Or leave [inner.vllm] out"
         )
     if not place.gpu and not place.options.get("hardware") and not place.options.get("accelerators"):
         return (

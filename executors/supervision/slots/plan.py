@@ -11,7 +11,7 @@
 A slot is the place of one replica.  While the run has steps left, a wanted slot whose process has ended is started
 again after every kind of end: after DONE, because the run then had fewer steps, and after another user's cancel, which
 counts as a loss.  A slot with a newer generation is left alone while that generation sends heartbeats.  A platform may
-restart a process by itself.  So while it says RUNNING, wait for `restart_grace_s` of silence; then end or fence the
+restart a process by itself.  So while it reports RUNNING, wait for `restart_grace_s` of silence; then end or fence the
 process, and only then start a new one.  A replica that waits for a machine (PENDING) is not silent.
 
 The number of a slot's consecutive ends determines the pause before its next start:

@@ -166,7 +166,7 @@ class SlotState:
     running_since: float | None = None
     ran: bool = False
     pending: bool = False
-    waits: tuple[float, tuple[str, ...]] | None = None  # for a machine, since when; the reasons that the log has
+    waits: tuple[float, tuple[str, ...]] | None = None  # the wait for a machine: since when; its logged reasons
     unseen: bool = False
     replacing_at: float | None = None
     draining_at: float | None = None

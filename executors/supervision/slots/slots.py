@@ -121,7 +121,7 @@ class Slots:
         alive = [h for h in self.executor.orphans(self.run.store.url, own) if h.attempt <= newest.get(h.slot, 0)]
         for handle in alive:
             if handle not in self.duplicates:
-                self.book("found", handle, "the log does not name it: a second process of a launch, or of one given up")
+                self.book("found", handle, "not in the log: a launch's second process, or one of a launch given up")
                 self.duplicates[handle] = float("-inf")
         for handle in [h for h in self.duplicates if not any(h.native == a.native for a in alive)]:
             del self.duplicates[handle]

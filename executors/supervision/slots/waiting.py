@@ -3,7 +3,7 @@
     PENDING ──▶ pending ── LONG_S, or the platform names a reason ──▶ queued (why) ── a new reason ──▶ queued (why)
     another state ──▶ running
 
-Not promised: a reason, which Slurm and Hugging Face name; a second line about a reason that comes back.
+Not promised: a reason (only Slurm and Hugging Face name one); a second line about a reason that comes back.
 """
 
 from executors.platforms.base import State

@@ -8,7 +8,7 @@
 turns are those that the model read and sampled, also if the template would write them otherwise (Qwen3's leaves out the
 thoughts of earlier turns).
 
-Not promised: images; a template that writes a message by the messages before it.
+Not promised: images; a template in which the text of a message depends on earlier messages.
 """
 
 import json
@@ -52,7 +52,7 @@ class Chat:
         calls = [{**own, "type": "function", "function": f} for own, f in zip(ids, functions, strict=True)]
         called: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         turns = [called] if calls else []
-        for turn in [*turns, {"role": "assistant", "content": TURN}]:  # the second: of a template that leaves out calls
+        for turn in [*turns, {"role": "assistant", "content": TURN}]:  # the last: if the template leaves out calls
             if (text := self._text_behind(turn, messages)) is not None:
                 return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         raise InnerError("this model's chat template leaves out the text of an earlier turn")
@@ -113,7 +113,7 @@ class Chat:
         arguments = function.get("arguments")
         written = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
         named = {"name": str(function.get("name")), "arguments": written}
-        own = function.get("id")  # Mistral's models write one
+        own = function.get("id")  # Mistral's models write an id
         return {"id": str(own or f"call_{next(self._number)}"), "type": "function", "function": named}
 
     def _render_text(self, messages: Sequence[Message], *, opened: bool) -> str:
@@ -160,7 +160,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def is_same(sent: Message, known: Message) -> bool:
-    """Whether an agent sent a known message again.  Its text may lack spaces, a thought in front, a stop behind."""
+    """Whether an agent sent a known message again, perhaps without outer spaces, the thought before it or a stop."""
     if sent["role"] != known["role"]:
         return False
     if known.get("tool_calls") or sent.get("tool_calls"):

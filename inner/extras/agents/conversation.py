@@ -4,11 +4,11 @@
     request 2   system, user, reply, result      ─▶   … + result's ids  ─▶ + sampled ids      mask 0, then 1
     request 3   system, another user             ─▶ a branch of its own
 
-A request that continues known messages continues their ids; no token is written anew.  Each other request begins a
-branch: a second conversation, or a history that the agent has rewritten.  One branch is trained on: the one with the
-most sampled tokens, of equal ones the newest.
+A request that continues known messages continues their ids; no token is written anew.  Any other request begins a
+branch: a second conversation, or a history that the agent has rewritten.  We train on only one branch: the branch with
+the most sampled tokens; if several branches have as many, the newest of them.
 
-A rollout ends if its agent never does: after BRANCHES times the tokens of one branch, or REQUESTS requests.
+A rollout ends even if its agent goes on: after BRANCHES times the tokens of one branch, or REQUESTS requests.
 
 Not promised: learning from the other branches; a history that the agent shortens at its end.
 """
@@ -148,7 +148,7 @@ class Conversation:
         return max(reversed(self.branches), key=lambda branch: branch.sampled, default=None)
 
     def _joined(self, last: int, behind: list[int]) -> list[int]:
-        """Return the ids to insert behind a reply's last id, with one end of the turn in all.
+        """Return the ids to insert behind a reply's last id, so that the turn has exactly one end.
 
         Some templates open the next turn with the end (GLM's `<|user|>`, Gemma 4's `<|tool_response>`)."""
         begins = bool(behind) and behind[0] in self._chat.ends

@@ -161,7 +161,7 @@ def _never() -> bool:
 
 
 def _gone() -> RequestRefused:
-    """Return a new error for each request: one that is raised again would keep the frames of all requests."""
+    """Return a new error for each request: an error that is raised again would keep the frames of all requests."""
     return RequestRefused("this rollout has ended", 410, "gone")
 
 
@@ -180,9 +180,9 @@ def _read_request(conversation: Conversation, body: Mapping[str, Any]) -> Reques
             "response_format: this model samples freely. Ask for the form in the prompt, and check the reply"
         )
     if body.get("logprobs"):
-        raise RequestRefused("logprobs: a reply has none; the replica records its own. Leave `logprobs` out")
+        raise RequestRefused("logprobs: a reply has none; the replica itself records log-probs. Leave `logprobs` out")
     if body.get("functions"):
-        raise RequestRefused("functions: this model gets tools alone. Send them as `tools`")
+        raise RequestRefused("functions: this model takes only tools. Send them as `tools`")
     if (choice := body.get("tool_choice")) not in (None, "auto", "none"):
         raise RequestRefused(
             f"tool_choice = {json.dumps(choice)}: the model itself decides whether it calls a tool. Ask for the call "

@@ -23,9 +23,9 @@ NAME = "policy"  # the model's name in replies; a request may name any
 LARGEST = 64 * 2**20  # bytes of a request
 ROUTE = "/v1/chat/completions"
 BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
-SESSION = "X-Session-ID"  # header of a request, and its key beside the request's: which of an agent's runs asks
+SESSION = "X-Session-ID"  # which of an agent's runs asks: a header, and a key beside the request's own keys
 
-HUNG_UP = "hung up"  # key beside the request's: a function that says whether the client has closed its connection
+HUNG_UP = "hung up"  # a key beside the request's own: for a function that tells whether the client has disconnected
 
 
 class RequestRefused(Exception):
@@ -56,7 +56,7 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._server.connections):
-            with suppress(OSError):  # it has ended in this moment
+            with suppress(OSError):  # the client has just closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
 

@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands for the reward of an agent that raised: `reward_failed` says that the reward "returned nothing: …"."""
+    """Takes the place of a reward if the agent raised.  The event `reward_failed` then says: "returned nothing: …"."""
 
     why: str
 
@@ -72,7 +72,7 @@ def agent_reward(completions: Sequence[Any], **columns: Any) -> list[Any]:
 
 
 class AgentRollouts:
-    """The rollouts of a trainer, made by an agent.   file: the agent's.   silence_s: as in Desk.
+    """The rollouts of a trainer, made by an agent.   file: of the agent.   silence_s: as in Desk.
     is_reward: whether the agent's return value is the reward.   rows: those of the current generation."""
 
     def __init__(

@@ -28,7 +28,7 @@ from inner.tasks.tasksets import config_of, has_own_harness, seat_of, task_class
 
 HARNESS = "serverless_diloco_chat"  # the id by which verifiers finds the harness below
 CLIENTS_S = 60.0  # seconds in which a tool server must answer first
-PROGRAM: Any = ModuleType(HARNESS)  # verifiers' program of the null harness; its parts know each other only there
+PROGRAM: Any = ModuleType(HARNESS)  # the null harness's program; its functions find each other in this module
 exec(compile(CHAT_PROGRAM_SOURCE, HARNESS, "exec", dont_inherit=True), vars(PROGRAM))
 
 

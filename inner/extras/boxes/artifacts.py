@@ -33,7 +33,7 @@ TAR = "/tmp/artifacts.tar"  # in the verifier's box
 
 
 class Artifacts(NamedTuple):
-    """Artifacts outside any box.   tar: an archive of all.   places: path that it replaces -> is it a folder."""
+    """Artifacts outside any box.   tar: an archive of all.   places: replaced path -> whether it is a folder."""
 
     tar: bytes
     places: dict[str, bool]

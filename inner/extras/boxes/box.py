@@ -157,7 +157,7 @@ def wrapped_command(command: str, timeout_s: float, folder: str = "") -> list[st
 
 
 def fitting_words(words: Sequence[str]) -> Sequence[str]:
-    """Return the words.   Raise ValueError for one that no program can get, which would look like a box's death."""
+    """Return the words.   Raise ValueError for a word that no program can get: the box would seem to have died."""
     for word in words:
         if "\0" in word or len(word.encode()) > MOST_WORD:  # half of a surrogate pair is a UnicodeEncodeError
             raise ValueError(f"the command has a NUL, or more than {MOST_WORD} bytes. Give another, or write a file.")

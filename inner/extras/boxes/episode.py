@@ -99,8 +99,8 @@ class Episode:
     def act(self, run: Callable[[Box], Any], *, verifies: bool = False) -> Any:
         """Return the result of `run(box)`.   If the box dies, decide whose fault that is, and raise BoxGone.
 
-        verifies: whether `run` is the verifier. If it ends a box that no episode has touched, the policy is not at
-        fault."""
+        verifies: whether `run` is the verifier. If the verifier also ends a box that no episode has touched, the
+        policy is not at fault."""
         if (box := self._box) is None or self._blamed:
             raise BoxGone("the box of this episode is gone.")
         self.actions.append(run)

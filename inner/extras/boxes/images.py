@@ -4,7 +4,7 @@
     recipe.base, FROM ───┴─▶ a folder with a Dockerfile ──▶ build(folder, name)     name: "diloco-DIGEST" of the content
 
     python -m inner.extras.boxes.images PROVIDER FOLDER [PATTERN …] [--size N] [--seed S]
-        builds those of FOLDER's tasks before a run starts; the arguments are the run's task_options.without, task_size
+        builds those images before a run starts; the arguments are the run's task_options.without, task_size
         and task_seed
 
 The provider keeps what it has built, so a later process gets the same image within seconds. A start waits for its

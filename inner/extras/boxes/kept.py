@@ -4,8 +4,8 @@
                      ▲               end_processes in any process; every process of the box ends with it
     nsenter ─────────┘── command     each command enters the namespaces of the box's first process, and writes BEGUN
 
-bwrap makes two user namespaces: the outer one owns the others, and the processes have their uid in the inner one. So a
-command enters the outer one, then the others, and then the inner one.
+bwrap makes two user namespaces. The outer one owns the mount, pid and other namespaces. In the inner one processes have
+their uid. So a command enters the outer user namespace first, then the other namespaces, and the inner one last.
 
 Not promised: an entry where the kernel forbids it, as with a setuid bwrap; then each command has namespaces of its own.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 # bwrap ends with the thread that started it; a shell's thread does not end before the box
 HOLD = '"$@" </dev/null & exec >&-; read -r _; kill -9 $!'
 READY = b"the box is ready\n"
-BEGUN = b"\n"  # a command that has entered writes it to its standard input; it never comes if the box's processes end
+BEGUN = b"\n"  # an entered command writes this to its standard input; if the box's processes end, it never comes
 FIRST = ("sh", "-c", f"echo {READY.decode().strip()}; sleep infinity; exit")  # dash would exec a last command
 OTHERS = {"mnt": "--mount", "pid": "--pid", "uts": "--uts", "ipc": "--ipc", "net": "--net", "cgroup": "--cgroup"}
 NS_GET_USERNS = 0xB701  # an ioctl of namespaces, ioctl_ns(2): the user namespace that owns this one

@@ -7,7 +7,7 @@
 
 `wrap` returns the words in front of a command; tests pass a function that needs no bubblewrap.
 
-A background process lives until the box stops, or until a command of "root": until the verifier (kept.py).
+A background process lives until the box stops, or until a command of "root" begins, such as the verifier (kept.py).
 
 Not promised: an image (the box has this machine's programs); several users (every command is uid 1000); limits for
 memory, processes and disk beyond each command's time limit. Nothing runs without a sandbox: if bubblewrap is missing,
@@ -53,7 +53,7 @@ LACKS = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EAGAIN, errno.EMFILE, e
 
 @contextmanager
 def faults_of_machine(kind: type[BoxGone] | type[ProviderFailed]) -> Iterator[None]:
-    """Inside a `with`, raise `kind` for an OSError that this machine causes, and neither the task nor the episode."""
+    """Inside a `with`, raise `kind` for an OSError whose cause is this machine, not the task or the episode."""
     try:
         yield
     except OSError as error:
@@ -151,7 +151,7 @@ class LocalBox:
         return ran
 
     def _exec_once(self, command: str, *, user: str, timeout_s: float) -> tuple[Ran, bool]:
-        """Run a command; return also whether it has begun, which it cannot in namespaces that have just ended."""
+        """Run a command; return also whether it has begun: in namespaces that have just ended, it cannot begin."""
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)  # a process that forked meanwhile has `theirs`, too
         with open(ours, "rb", buffering=0) as told:
@@ -188,7 +188,8 @@ class LocalBox:
             self._end_processes()
             raise
         with self._lock:
-            is_root = user == "root"  # the verifier has the episode's uid, so the episode's processes end before it
+            # "root" is the verifier. Both have the episode's uid here, so end the episode's processes before it runs
+            is_root = user == "root"
             if self._kept is not None and (is_root or not self._kept.is_alive):
                 self._kept.close()
                 self._kept = None

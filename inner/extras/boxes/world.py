@@ -35,7 +35,7 @@ _numbers = itertools.count()
 
 
 class _Shared:
-    """The BoxStarter that all instances share.   provider: a name, or a BoxStarter.   options: the provider's."""
+    """The BoxStarter that all instances share.   provider: a name, or a BoxStarter.   options: for the provider."""
 
     def __init__(self, provider: str | BoxStarter, options: Mapping[str, Any]) -> None:
         self._provider, self._options = provider, options

@@ -159,8 +159,8 @@ def _run_suite(
 ) -> dict[TestKey, dict[str, Any]]:
     """Return key -> trace of each test that passes.   Raises InnerError if no test passes.
 
-    Use the addopts of the repository's settings (they may leave out slow tests), unless no test runs with them, because
-    they may need a plugin that is not installed.
+    Use the addopts of the repository's settings: they may leave out slow tests. If no test runs with the addopts, run
+    without them: they may need a plugin that is not installed.
     """
     everything = replace(around, beside={**around.beside, **files})
     traced = _traced(code, everything, words)

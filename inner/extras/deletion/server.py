@@ -12,9 +12,9 @@
     GET /feature_deletion/splits, POST …/tasks, …/num_tasks, …/task       OpenEnv's Task API: one split, "train"
 
 The client never sends a task, only its name: a task names folders of this machine that sandboxes mount. Programs and
-verdicts of all sessions wait for --at-once turns, so that a full server does not use up their seconds.
+verdicts of all sessions share --at-once places; the wait for a place does not count against their time limits.
 
-Not promised: to stop a sandbox as soon as its client vanishes (its limit does, or the end of the verdict); a reward for
+Not promised: to stop a sandbox as soon as its client vanishes (it ends at its limit, or with its verdict); a reward for
 calls over /mcp, which pass `step` by; https, or a password: the address is this machine's own (--host).
 """
 

@@ -6,7 +6,7 @@
     @parametrize("one, many", [("ox", "oxen")])  ──▶     @parametrize("one, many", [("ox", None)])
 
     the other tests of the file are left out     a side of `==` (assertEqual) that no call of the package computes
-    is dropped, and so is each name, and each column of a table, that only it needed
+    is dropped, with the names and the columns of tables that only this side needed
     other assertions (in, is, not, raises) stay as they are: one bit each, which hostile code could forge
 
 A test is strong if some value that it sees can neither be guessed nor read in its own text (`is_strong`). Only strong

@@ -39,7 +39,7 @@ ABSENT = (
 
 
 class LlamaEngine:
-    """llama.cpp with a base in `path`.   config: PEFT's, of the adapter.   folder: gets the adapter's file."""
+    """llama.cpp with a base in `path`.   config: PEFT's config of the adapter.   folder: gets the adapter's file."""
 
     name, together = "llama_cpp", 1
 

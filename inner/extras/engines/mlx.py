@@ -28,7 +28,7 @@ PREFIX, PARTS = "base_model.model.", {"A": "lora_a", "B": "lora_b"}  # PEFT's na
 
 
 class MlxEngine:
-    """MLX with the model in `address`: a folder, or a name on the Hub.   config: PEFT's, of the adapter."""
+    """MLX with the model in `address`: a folder, or a name on the Hub.   config: PEFT's config of the adapter."""
 
     name, together = "mlx", 1
 

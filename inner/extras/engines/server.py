@@ -10,10 +10,10 @@ The server reads the adapter's folder itself, so it runs on the actor's machine,
 log-probs include the temperature only with `processed_logprobs`; otherwise a replica doubts rollouts at another
 temperature than 1 (fleet.check_rollouts).
 
-If a server is down, busy (429) or broken (5xx), we repeat a request for PATIENCE_S seconds, after the server's
-Retry-After if that is shorter; after ANSWER_S of silence, once.  Each try to load an adapter uses another name, because
-the server may have loaded the adapter before its reply was lost.  A server that was started again gets the adapter
-again, after its 404.  VLLM_API_KEY, if it is set here, too, is the key of each request.
+If a server is down, busy (429) or broken (5xx), we repeat a request, with pauses of PATIENCE_S seconds in all; a pause
+is the server's Retry-After, or PAUSE_S.  After ANSWER_S of silence, we repeat it once.  Each try to load an adapter has
+a new name: the server may have loaded the adapter before its reply was lost.  A server that was started again answers
+404, and then gets the adapter again.  If VLLM_API_KEY is set here, too, each request has it as its key.
 """
 
 import itertools
@@ -39,7 +39,7 @@ SHOWN = 300  # characters of an answer in an error
 
 
 class AdapterServer:
-    """A server at `address`.   config: PEFT's, of the adapter.   folder: gets the adapter files.
+    """A server at `address`.   config: PEFT's config of the adapter.   folder: gets the adapter files.
 
     patience_s: seconds of pauses between tries while the server is busy or down.   sleep: waits seconds.
     """
@@ -93,7 +93,7 @@ class AdapterServer:
                 "with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, and --max-lora-rank of at least "
                 f"{self._config.r}"
             )
-        for name in [self._model, *asked[:-1]] if self._model else asked[:-1]:  # one that stays only takes memory
+        for name in [self._model, *asked[:-1]] if self._model else asked[:-1]:  # an adapter that stays takes memory
             self._post("/v1/unload_lora_adapter", lambda name=name: {"lora_name": name})
         self._model = asked[-1]
 

@@ -132,7 +132,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise an actor's InnerError as it is, and other errors inside Monarch's, with their traceback."""
+    """Raise an actor's InnerError itself. Raise any other error as Monarch's ActorError, which shows its traceback."""
     try:
         yield
     except ActorError as error:

@@ -40,7 +40,7 @@ from inner.replay.states import TraceState
 from inner.replay.teachers import TeacherAction
 
 STOP_S = 30.0
-# Monarch keeps a message for a process that has left for 30 s, then returns it to its sender. If `end` has stopped the
+# For 30 s, Monarch keeps a message to a process that has left, then returns it to its sender. If `end` has stopped the
 # sender by then, Monarch ends the client's process with exit code 1.  A caller reports a lost process after 20 s.
 RETURNED_S = 15.0
 

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from inner.channels.terms import Turns
 from inner.models.causal_lm import sample_as_asked
 
-RandomState = list[Tensor]  # the CPU's, and each GPU's
+RandomState = list[Tensor]  # states of the CPU and of each GPU
 
 
 @dataclass(frozen=True)

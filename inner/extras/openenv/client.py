@@ -62,7 +62,7 @@ from inner.replay.actions import Message
 from inner.usercode.attempts import LARGEST, AtMostWorst
 
 _SERVERS = count()  # deals sessions to the servers in turn
-_TOLD: set[str] = set()  # lines of the log that stand there once
+_TOLD: set[str] = set()  # lines that the log has already
 MOST_TOLD = 20
 _BEGUN: set[str] = set()  # servers that have begun an episode in this process
 _OPEN: "WeakSet[OpenEnv]" = WeakSet()  # sessions of this process, maybe in several threads
@@ -135,7 +135,7 @@ class OpenEnv:
             )
             if self._address() not in _BEGUN:
                 raise InnerError(said)
-            _tell_once(f"{said} Its rollout has no reward.")  # one row's fault: others have begun
+            _tell_once(f"{said} Its rollout has no reward.")  # the fault of this row: other episodes have begun
         _BEGUN.add(self._address())
         return f"\n{text}" if text else None
 
@@ -372,7 +372,7 @@ def openenv_environment(
     reward_is   "sum": a step's own reward; "last": the total so far.   timeout_s: limit for one answer
     headers     of each connection, such as {"Authorization": "Bearer …"}"""
     if reward_is not in ("sum", "last"):
-        raise InnerError(f'reward_is = {reward_is!r} must be "sum" (each step\'s own) or "last" (the total so far).')
+        raise InnerError(f'reward_is = {reward_is!r} must be "sum" (of the steps) or "last" (each is a total so far).')
     settings = {"_url": url, "_reward_is": reward_is, "_timeout_s": timeout_s, "_headers": headers}
     probe = type(name, (OpenEnv,), settings)()
     where = probe._address()
@@ -411,7 +411,7 @@ def _find_tools(probe: OpenEnv) -> tuple[list[Any], type[OpenEnv]]:
         return action_tools(action), _Acting
     raise InnerError(
         f"the server at {probe._address()} lists no tools, so it is not an MCP environment, and has no schema "
-        "of its action at /schema. Write a class on inner.extras.openenv.client.OpenEnv with a method per tool."
+        "of its action at /schema. Write a subclass of inner.extras.openenv.client.OpenEnv with a method per action."
     )
 
 

@@ -31,7 +31,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
     """Return {"error", "error_kind", "hint_template_key"} of a server's answer; None if nothing failed.
 
     A call failed if its metadata have an error_kind, if an MCP tool reports an error, or if the server refused it.
-    tools: names of the server's tools.  A failure of one of these is never reported as an unknown tool."""
+    tools: names of the server's tools.  A failed call of one of these tools is never reported as an unknown tool."""
     observation = reply.get("observation") or {}
     metadata = reply.get("metadata") or observation.get("metadata") or {}
     error = observation.get("error")

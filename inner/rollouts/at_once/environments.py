@@ -12,7 +12,7 @@ An environment whose rollouts depend on their order (a global random generator, 
     class Env:
         _in_order = True
 
-Its calls begin when TRL's loop makes them, and so do those of an object that several rollouts share.
+Calls of such an environment, and of an object that several rollouts share, begin when TRL's loop makes them.
 
 A call without an answer after Lanes.limit_s seconds costs its rollout: it has no observation and no reward, its tools
 fail, and the next batch gets a new object in its place.  Another rollout's call begins instead.
@@ -96,8 +96,8 @@ def methods_at_once(
 ) -> Iterator[None]:
     """Make the first call of `method` inside a `with` start all environments' calls.   rows: each call's arguments.
 
-    A call without an answer after lanes.limit_s returns None, and its rollout is in lanes.hung; so does each call of a
-    rollout that is there already."""
+    A call without an answer after lanes.limit_s returns None, and its rollout goes into lanes.hung. Each call of a
+    rollout that is already in lanes.hung returns None, too."""
     of_object, waits = dict[int, deque[int]](), dict[int, _Waits]()
     for row, one in enumerate(environments):
         if isfunction(getattr(type(one), method, None)):
@@ -121,8 +121,8 @@ def methods_at_once(
 
 @contextmanager
 def _replaced(method: str, ones: Iterable[Any], waits: Mapping[int, "_Waits"]) -> Iterator[None]:
-    """Let calls of `method` on these objects reach their waits, by id.   An attribute of the object itself is replaced
-    there, because it hides the class's method."""
+    """Let calls of `method` on these objects reach their waits, by id.   If an object has an attribute of this name, it
+    hides the class's method, so the attribute is replaced, too."""
     own = [(vars(one), vars(one)[method], waits[id(one)]) for one in ones if method in getattr(one, "__dict__", ())]
     kinds = {type(one): getattr_static(type(one), method) for one in ones}
     inherited = {kind for kind in kinds if method not in vars(kind)}
@@ -180,7 +180,7 @@ class _Waits:
         except NoAnswer:
             self._lanes.hung.add(row)
             return None
-        except BaseException:  # the loop gives this batch's calls up; it may repeat all of them
+        except BaseException:  # the loop gives up this batch's calls, and may repeat all of them
             self._rows = deque(self._order)
             raise
 

@@ -156,8 +156,8 @@ class Lane:
 class Lanes:
     """The lanes of a trainer's environments, and the limits of their calls (s); None: no limit.
 
-    workers: lanes that run at once.   hung, hung_tools: rollouts of this batch of which `reset` or `get_reward`, or a
-    tool, gave no answer in time."""
+    workers: lanes that run at once.   hung: rollouts of this batch of which `reset` or `get_reward` gave no answer in
+    time.   hung_tools: rollouts of this batch of which a tool gave no answer in time."""
 
     def __init__(self, workers: int, tool_limit_s: float | None = None, limit_s: float | None = None) -> None:
         self.workers, self.tool_limit_s, self.limit_s = workers, tool_limit_s, limit_s

@@ -9,8 +9,8 @@ rollout stay in their order, because they share an environment, and run in its l
 
 A call without an answer after `limit_s` seconds is an error of its rollout; later calls of that rollout fail at once,
 because its environment is still busy.  The next batch has a new environment in its place.  An async call is cancelled
-instead.  A tool that calls sys.exit(), or raises an exception of another kind that TRL's loop does not take, has made
-an error, in the serial loop, too.
+instead.  TRL's loop does not catch sys.exit() and some other exceptions of a tool.  Here they are errors of the tool,
+also if calls are made one after the other.
 
 Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
 ignores its cancellation (both are left behind); an async tool that blocks the event loop.
@@ -68,7 +68,7 @@ def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> Non
 class ToolsAtOnce:
     """The tools of one generation.   tools, completions: by rollout; TRL appends each turn's messages to completions.
 
-    environments: each rollout's; (): it has none.   loop: runs the async tools."""
+    environments: of each rollout; () for a run without environments.   loop: runs the async tools."""
 
     def __init__(
         self,

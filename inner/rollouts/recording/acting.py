@@ -52,7 +52,7 @@ class Sampler:
             )
         if has_dropout(trainer):
             raise InnerError(
-                "actors cannot sample for this run: its loss has dropout, so its ratio to the policy that sampled is "
+                "actors cannot sample for this run: its loss has dropout, so the ratio π_now / π_sampled would be "
                 "noise. Start no actors, or leave out inner.lora.dropout and inner.trl.disable_dropout."
             )
         if not can_record(trainer):

@@ -42,7 +42,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
     if list(bundle.names) != list(trainer.reward_func_names):
         return f"its rewards are {', '.join(bundle.names)}; here they are {', '.join(trainer.reward_func_names)}"
     if (bundle.mask is not None) != bool(trainer.tools or trainer.agents):
-        return "it has tool turns, and this trainer no tools, or the other way round"
+        return "it has tool turns, and this trainer has no tools, or the other way round"
     most = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().num_embeddings
     if not all(0 <= token < most for ids in (*bundle.prompt_ids, *bundle.ids) for token in ids):
         return f"it has tokens outside of the vocabulary of {most}"

@@ -110,7 +110,7 @@ class _Recorded(GenerationTrainer):
         return self._newest
 
     def _make_bundle(self, inputs: Any, hear: OnRollouts | None = None) -> tuple[Bundle, Any]:
-        """Return a bundle and its batch.   hear: gets the rollouts, which may not be trained on, for `on_rollouts`."""
+        """Return a bundle and its batch.   hear: replaces `on_rollouts`, because another bundle may be used."""
         self._made, tell = {}, self.on_rollouts
         self.on_rollouts = hear
         try:

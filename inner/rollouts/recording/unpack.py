@@ -81,7 +81,7 @@ def _fault(bundle: Bundle) -> str:
     if not all(map(isfinite, bundle.weights)) or not all(0 <= calls < 2**53 for calls in bundle.calls):
         return f"its weights {bundle.weights} or its counts of tool calls {bundle.calls} are out of range"
     if not isinstance(bundle.completions, list) or not all(map(_answers, bundle.completions, bundle.prompts)):
-        return "its completions do not fit their prompts: a text needs texts, and messages need valid messages"
+        return "its completions do not fit their prompts: texts belong to a text, and valid messages to messages"
     named = bundle.environments
     if named is not None and not (_are(named, str, type(None)) and len(named) == len(bundle.ids)):
         return "its environments are not one name, or None, per rollout"

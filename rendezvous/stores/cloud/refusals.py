@@ -31,10 +31,10 @@ _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"}
 _CERTIFICATE = {  # rustls's word -> what is wrong, and what you can do
     "UnknownIssuer": "no authority that is known here has signed it. Name a file with your organisation's authority in "
     "SSL_CERT_FILE, or a folder in SSL_CERT_DIR (AWS_CA_BUNDLE and REQUESTS_CA_BUNDLE are not read)",
-    "CaUsedAsEndEntity": "it is an authority's own. Give the server one of CA:FALSE that this authority has signed, "
-    "and name the authority's in SSL_CERT_FILE",
+    "CaUsedAsEndEntity": "it is an authority's own certificate. Give the server a certificate with CA:FALSE that this "
+    "authority has signed, and name the authority's certificate in SSL_CERT_FILE",
     "Expired": "it has expired. Renew it on the server, or set this machine's clock",
-    "NotValidForName": "it is another host's. Write the name that it is for into the endpoint",
+    "NotValidForName": "it is another host's. Write the host's name that stands in it into the endpoint",
 }
 _NO_CONNECTION = {"dns error": "there is no host of that name", "TunnelUnsuccessful": "the proxy refuses it"}
 _METADATA = ("169.254.169.254", "metadata.google.internal")  # clients try them last, if they find no credentials
@@ -64,7 +64,7 @@ def _next_thing_to_do(address: Address, verb: str, status: str, code: str, text:
     """Return advice on the next thing to do; "" if a retry may help."""
     if any(host in text for host in _METADATA):
         export = (
-            '; `eval "$(aws configure export-credentials --format env)"` sets those of a login, a role or a command'
+            '; `eval "$(aws configure export-credentials --format env)"` sets the keys of a login, a role or a command'
         )
         return f"No credentials were found. {keys_of(address.scheme)}{export if address.scheme == 's3' else ''}"
     if bad := "".join(_first_match(r"InvalidCertificate\(([\w(\s]+)", text).split()):

@@ -43,7 +43,7 @@ STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
 BULK = 256  # at most so many keys per delete request: Azure's limit.  One missing key makes the whole request fail
-TURN_S = 1.0  # so long may a signal be unheard while the main thread waits
+TURN_S = 1.0  # a signal is heard at most so much later while the main thread waits
 T = TypeVar("T")
 
 
@@ -204,7 +204,7 @@ class CloudStore:
 
 
 def _heeding_signals(request: Callable[[], T]) -> T:
-    """Make a request of the main thread in another one, because obstore holds back Ctrl-C and SIGTERM.
+    """Make a request of the main thread in another thread, because obstore holds back Ctrl-C and SIGTERM.
 
     The wait has turns: Python hears a signal that arrives just before a turn only after that turn."""
     if threading.current_thread() is not threading.main_thread():
