@@ -16,6 +16,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache, partialmethod, singledispatchmethod, wraps
 from hashlib import sha256
@@ -111,15 +112,19 @@ def load_module(kind: str, spelling: str, files: Files) -> ModuleType:
 def _module_name(kind: str, path: Path) -> str:
     """Return the name of the file's module: rewards in one file share one module.
 
-    A run's copy lies in a folder with the file's digest as its name.  Then worker processes that the user's code starts
-    can import the module by the name; they have this process's sys.path."""
+    A run's copy lies in a folder with the file's digest as its name.  There, worker processes of the user's code find
+    the module under its name, because they get this process's sys.path."""
     body = path.read_bytes()
-    if path.parent.name == sha256(body).hexdigest() and "." not in path.stem:
-        if (copies := str(path.parent.parent.absolute())) not in sys.path:
-            sys.path.append(copies)
-        return f"{path.parent.name}.{path.stem}"
     digits = sha256(str(path.resolve()).encode() + body).hexdigest()[:12]
-    return f"inner_user_{kind.partition('.')[0]}_{digits}"
+    name = f"inner_user_{kind.partition('.')[0]}_{digits}"
+    if path.parent.name == sha256(body).hexdigest():
+        named = path.parent / "modules" / f"{name}.py"
+        with suppress(OSError):  # another rank may have made it
+            named.parent.mkdir(exist_ok=True)
+            named.symlink_to(path.resolve())
+        if str(named.parent) not in sys.path:
+            sys.path.append(str(named.parent))
+    return name
 
 
 def load_reward(kind: str, spelling: str, files: Files) -> Callable[..., list[float | None]]:
