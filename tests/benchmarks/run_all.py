@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 FOLDER = Path("runs/bench")
@@ -91,7 +92,7 @@ def machine() -> str:
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         cpu = names[0].partition(":")[2].strip() if names else cpu
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    packages = ", ".join(f"{name} {version(name)}" for name in PACKAGES if find_spec(name))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return (
         f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GB, {platform.system()} {platform.release()}, "

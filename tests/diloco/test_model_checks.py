@@ -14,6 +14,7 @@ from diloco.run.config import ConfigError, OuterError
 from diloco.run.founding import refuse_nested
 from rendezvous.errors import WrongRun
 from rendezvous.stores.open import open_store, urls_above
+from tests.support.absent import forget_torchft
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -49,8 +50,12 @@ def test_two_optimizers_for_one_model_are_refused() -> None:
     check_model(model, sgd(model[0]))
 
 
-def test_one_manager_drives_one_loop() -> None:
-    manager = StoreManager("memory://two-loops", replicas=1, min_replicas=1)
+@pytest.mark.parametrize("torchft", [True, False])
+def test_one_manager_drives_one_loop(torchft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: on a machine without torchft, two loops took each other's steps."""
+    if not torchft:
+        forget_torchft(monkeypatch)
+    manager = StoreManager(f"memory://two-loops-{torchft}", replicas=1, min_replicas=1)
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     with (
         make_diloco(first, sgd(first), manager, sync_every=2),

@@ -1,7 +1,6 @@
 """The arithmetic of the outer loop: reference, bits, property, and torchft's class around it (lean and as it is)."""
 
 import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from rendezvous.engine.rendezvous import Rendezvous
 from rendezvous.errors import WrongRun
 from rendezvous.records.records import Commit
 from rendezvous.stores.memory import MemoryStore
-from tests.support.absent import Without
+from tests.support.absent import forget_torchft, needs_torchft
 
 RNG = np.random.default_rng(7)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -380,6 +379,7 @@ def test_lean_fragments_take_the_steps_of_torchfts_own(dtype: torch.dtype, fragm
     assert all(p.flat.data_ptr() != t.data_ptr() for p, t in zip(stock.fragments, stock.thetas, strict=True))
 
 
+@needs_torchft
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("fragments", "delay", "alpha"), [(1, 0, 0.0), (3, 1, 0.0), (1, 2, 0.5), (3, 1, 0.3)])
 def test_a_machine_without_torchft_takes_its_steps(dtype, fragments, delay, alpha, monkeypatch) -> None:
@@ -399,9 +399,7 @@ def test_a_machine_without_torchft_takes_its_steps(dtype, fragments, delay, alph
 
     *theirs, module = trained("with")
     assert module == "torchft.local_sgd"
-    for name in [one for one in sys.modules if f"{one}.".startswith(("torchft.", "diloco.outer.fragments.in_place."))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Without("torchft"), *sys.meta_path])
+    forget_torchft(monkeypatch)
     *ours, module = trained("without")
     assert module == "diloco.outer.fragments.streaming"
     assert ours[1] == theirs[1] and all(torch.equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
@@ -422,6 +420,7 @@ def test_the_progress_counts_inner_steps_over_rounds_and_the_parents(fresh: str)
     manager.shutdown()
 
 
+@needs_torchft
 def test_torchft_asks_for_the_eight_names_and_no_more(fresh: str) -> None:
     """If a torchft release asks for another name, or moves `_local_step`, this says so."""
     surface = {

@@ -40,6 +40,7 @@ from executors.supervision.supervisor import Supervisor
 from rendezvous.agreement.membership import read_control, write_control
 from rendezvous.clock import SystemClock
 from tests.diloco.test_s3_fleet import downloaded
+from tests.support.absent import HAS_TORCHFT, needs_torchft
 from tests.support.audit import check_run
 from tests.support.entrypoints import marks
 from tests.support.modal_fixtures import (  # noqa: F401
@@ -90,7 +91,7 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     commands = [c for image in platform.server.images.values() for c in image.dockerfile_commands]
     install = next(c for c in commands if "uv pip install" in c)
     assert any("apt-get install" in c and "gcc" in c for c in commands), "else the codecs' kernels are not compiled"
-    for name in ("torch", "trl", "torchft", "obstore", "transformers", "safetensors"):
+    for name in ("torch", "trl", *["torchft"] * HAS_TORCHFT, "obstore", "transformers", "safetensors"):
         version = importlib.import_module("importlib.metadata").version(name).partition("+")[0]
         assert f"{name}=={version}" in install.replace("'", "").split()
     assert not [
@@ -103,6 +104,7 @@ def test_the_image_is_what_runs_here_and_the_code_is_mounted(platform, executor,
     assert f"{HOME}/tests/support/entrypoints.py" in files and not [f for f in files if f.endswith(".pyc")]
 
 
+@needs_torchft
 def test_a_macs_image_has_the_packages_of_a_container(monkeypatch) -> None:
     """torchft has wheels for Linux on x86-64 alone: on a Mac it is not installed, and its marker is false."""
     here = pinned_requirements()

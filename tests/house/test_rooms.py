@@ -74,7 +74,7 @@ def test_the_notes_extras_resolve() -> None:
     assert {"train", "replay", "replaysim", "diloco", "serverless", "prime-rl", "monarch", "dev"} <= set(extras)
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.14"])
+@pytest.mark.parametrize("python", ["3.11", "3.14", "3.15"])
 def test_constraints_satisfy_the_requirements(python: str) -> None:
     """Before: dill 0.3.8 was pinned for each Python, and the demo ended in its TypeError under Python 3.14."""
     from packaging.requirements import Requirement

@@ -87,6 +87,7 @@ class DiLoCo:
         self._sync_every, self._delay = sync_every // len(fragments), fragment_sync_delay
         self._local_step = 0
         self._hooks: list[Any] = []
+        manager.register_state_dict_fn("StreamingDiLoCo", lambda state: None, dict)  # it refuses a second loop
         pairs = zip(fragments, outers, strict=True)
         self._fragments = [StreamingFragment(manager, one, outer, fragment_update_alpha) for one, outer in pairs]
 
