@@ -15,7 +15,7 @@ def test_each_file_that_can_skip_is_listed_with_who_runs_it() -> None:
     files = {path.relative_to(TESTS).with_suffix("").as_posix(): path for path in TESTS.rglob("*.py")}
     able = {name for name, path in files.items() if SKIPS.search(path.read_text())} - {"house/test_tests"}
     table = PAGE.partition("## Tests that")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"\b\w+/(?:test_\w+|chromium)\b", table))
+    listed = set(re.findall(r"\b\w+/(?:test_\w+|chromium|absent)\b", table))
     assert able - listed == set(), "say in docs/internals/tests.md what they need, and which command has it"
     assert {name for name in listed if not (TESTS / f"{name}.py").exists()} == set(), "they are gone"
 
