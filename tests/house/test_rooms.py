@@ -49,11 +49,6 @@ def test_importing_a_room_loads_nothing_heavy(room: str) -> None:
 @pytest.mark.parametrize(
     ("missing", "use", "extra"),
     [
-        pytest.param(
-            "torchft", "from diloco import make_diloco, MockManager; import torch; m = torch.nn.Linear(2, 2); "
-            "make_diloco(m, torch.optim.SGD(m.parameters(), lr=1.0), MockManager(), sync_every=2)", "diloco",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(  # as httpx below, after an import of torch
             "trl", "from inner import ComposerReplicationTrainer; ComposerReplicationTrainer()", "train",
             marks=pytest.mark.slow,

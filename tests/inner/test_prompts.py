@@ -200,9 +200,7 @@ def test_an_empty_split(tmp_path: Path, kind: str) -> None:
         ("a.json", b'[{"prompt": "x", "n": 1, "n": 2}]', "an object names 'n' twice"),
         ("a.jsonl", b'{"prompt": [{"role": "user", "content": "x", "content": "y"}]}', "line 1 .*'content' twice"),
         ("a.jsonl", b'{"prompt": "x"}\n[', "line 2 is not JSON"),
-        pytest.param(
-            "a.jsonl", b'{"deep": ' + b"[" * 10**5, "line 1 is not JSON: .*(recurs|overfl)", id="deep line"
-        ),
+        pytest.param("a.jsonl", b'{"deep": ' + b"[" * 10**5, "line 1 is not JSON: .*(recurs|overfl)", id="deep line"),
         pytest.param("a.json", b"[" * 10**5, "is not JSON: .*(recursion|overflow)", id="deep list"),
         ("a.jsonl", b'{"prompt": "caf\xe9"}', r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
         ("a.csv", b"prompt\ncaf\xe9\n", r"cannot be read: 'utf-8' codec .* Save it again, as UTF-8"),
