@@ -121,7 +121,7 @@ def test_the_replay_loop_as_commands(tmp_path: Path) -> None:
     diloco("train", "first.toml", "--run", "runs/first", cwd=tmp_path)
     said = diloco("traces", "runs/first", "--to", "traces.jsonl", cwd=tmp_path)
     rollouts = int(re.findall(r"of (\d+) rollouts", said)[0])
-    assert 250 <= rollouts <= 256  # 32 of each of two replicas' four outer steps; one that says nothing has no state
+    assert 1000 <= rollouts <= 1024  # 4 · 32 of each of two replicas' four outer steps; some may say nothing
     server = subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / "local_teachers.py"), "--port", "0"],
         stdout=subprocess.PIPE, text=True, env=ENV,
