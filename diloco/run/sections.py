@@ -70,7 +70,7 @@ class FleetConfig(Table):
         least=0,
     )
     log_rollouts: int = setting(
-        4, "Number of rollouts that each replica logs per outer step, for `diloco traces` (0: none).", least=0, most=64
+        4, "Number of rollouts that each replica logs per outer step, for `diloco watch` (0: none).", least=0, most=64
     )
     record_rollouts: bool = setting(
         True,
