@@ -121,7 +121,7 @@ def test_what_is_logged_alone_is_not_blamed_for_equal_rewards(tmp_path):
     (tmp_path / "rewards.py").write_text(ALL + "return [0.0] * len(completions)\n" + more)
     rewards = {"functions": {"rewards.py:score": 1.0, "rewards.py:brief": 0.0}}
     config = InnerConfig.from_dict({"data": {"prompts": "p.jsonl"}, "rewards": rewards})
-    files |= {kind: tmp_path / "rewards.py" for kind in config.rewards.named}
+    files |= dict.fromkeys(config.rewards.named, tmp_path / "rewards.py")
     assert constant_reward(config, files).startswith("warning: rewards.py:score gives each of")
 
 
