@@ -94,10 +94,17 @@ def option(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def word(text: str) -> str:
+    """Return the text.   Raise ArgumentTypeError for an empty one, as of "$UNSET"."""
+    if not text.strip():
+        raise ArgumentTypeError("the value is empty; is a shell variable unset?")
+    return text
+
+
 def secret(text: str) -> str:
     """Return the name of a secret, or PLACE.NAME."""
     if not text.rpartition(".")[2].strip():
-        raise ArgumentTypeError(f"{text!r} names no secret; is a variable of this shell empty? Write e.g. --secret aws")
+        raise ArgumentTypeError(f"{text!r} names no secret; is a variable of this shell unset? Write e.g. --secret aws")
     return text
 
 
