@@ -58,6 +58,7 @@ class OuterLoop:
         self.interval = rules.sync_every // rules.fragments  # inner steps between two syncs
         self.prepare_at = self.interval - outer.fragment_sync_delay
         self.overlaps = self.prepare_at < self.interval  # whether inner steps continue during a fragment's transfer
+        self._is_plain = outer.lr == 1 and outer.momentum == 0 and not self.overlaps
         self.alpha = outer.fragment_update_alpha
         params = [p for _, p in trainable_parameters(model)]
         fragment = getattr(manager, "fragment", None) or _alone(manager)
@@ -194,6 +195,8 @@ class OuterLoop:
             self.scatter(fragment)
             self.rounds.catch_up(self._offer_late)
             self._rewrite_stale()
+            if self.manager.done and not (self._is_plain and self.rounds.alone):
+                self.rewrite_all()  # other fragments may have inner steps that no Δ has
             self._mark = time.monotonic()
         self.rounds.watchdog.resume()
 
@@ -215,20 +218,16 @@ class OuterLoop:
         With one replica and a plain average, θ equals the model's values except for rounding, so the model is not
         written: the replica takes the steps of a loop without this context, bit for bit.
         """
-        if self.outer.lr == 1 and self.outer.momentum == 0 and self.rounds.alone and not self.overlaps:
-            self.h[fragment] = 0
-        else:
-            self._scatter_fragment(fragment, merged=self.alpha > 0)
-
-    def _scatter_fragment(self, fragment: int, *, merged: bool) -> None:
-        self.fragments[fragment].scatter(merged)
+        if not (self._is_plain and self.rounds.alone):
+            self.fragments[fragment].scatter(self.alpha > 0)
         self.h[fragment] = 0
 
     def rewrite(self, fragment: int) -> None:
         """Write model ← θ, after θ changed without torchft."""
         if not self.lean:  # a lean fragment's flat vector is θ
             self.fragments[fragment].flat.data.copy_(self.thetas[fragment])
-        self._scatter_fragment(fragment, merged=False)
+        self.fragments[fragment].scatter(False)
+        self.h[fragment] = 0
 
     def rewrite_all(self) -> None:
         """Write model ← θ. This undoes the inner steps since the last sync."""

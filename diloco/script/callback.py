@@ -44,7 +44,7 @@ from diloco.run.config import OuterError
 from diloco.run.library import AUTO, LAUNCHED, first_replicas, one_spelling, refuse_second
 from diloco.run.script import REPLICAS, SLOT, URL
 from diloco.script.rollouts import calling_trainer, log_rollouts
-from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words
+from diloco.script.rows import give_share, refuse_small_share, skip_used, unshared_words, used_batches
 from inner.data.order import Share
 from rendezvous.agreement.membership import read_control
 from rendezvous.errors import Leaving
@@ -119,7 +119,7 @@ class DiLoCoCallback(TrainerCallback):
         if self.manager.session is not None:
             log_rollouts(caller, self.manager, self.manager.session)
         move_to(state, self.loop.position(), caller)
-        used = state.global_step * args.gradient_accumulation_steps
+        used = used_batches(loader, state.global_step, args.gradient_accumulation_steps)
         self.begin_at(used, args.data_seed or args.seed, loader, {trainer["lr_scheduler"]: 1}, plan, state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -23,6 +23,7 @@ from diloco.outer.ranks.group import launched_ranks
 from diloco.process.signals import asking_signals
 from diloco.run.config import OuterError
 from diloco.script.callback import ALONE, EARLY, DiLoCoCallback, total_steps
+from diloco.script.rows import used_batches
 from rendezvous.layout import slot_index
 
 
@@ -47,7 +48,7 @@ class DiLoCoLightningCallback(Callback):
         if slot_index(replica.slot):
             trainer.loggers = []
             trainer.callbacks = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
-        used = replica.loop.position() * trainer.accumulate_grad_batches
+        used = used_batches(loader, replica.loop.position(), trainer.accumulate_grad_batches)
         schedulers = {config.scheduler: steps_each(trainer, config) for config in trainer.lr_scheduler_configs}
         replica.begin_at(used, int(os.environ.get("PL_GLOBAL_SEED", "0")), loader, schedulers, plan, steps)
         if used or replica.replicas > 1 or slot_index(replica.slot):

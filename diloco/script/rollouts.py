@@ -1,13 +1,13 @@
 """Put a script's rollouts into the log of its run, where `diloco watch`, the report and `diloco replay` find them.
 
-    trainer._logs of TRL's GRPO and RLOO: prompt, completion, rewards of the newest generation
+    trainer._logs of TRL's GRPO, RLOO and distillation: prompt, completion, rewards of the newest generation
         ── each outer step ──▶ RolloutSample ──▶ log/{slot}-{generation}/000000.rollouts.jsonl
 
 Other trainers have no rollouts.  Not promised: schemas of a script's tools; rollouts before the newest generation.
 """
 
 import sys
-from math import isnan
+from math import isnan, nan
 from typing import TYPE_CHECKING, Any
 
 from diloco.process.session import Session
@@ -35,10 +35,11 @@ def log_rollouts(trainer: Any, manager: "StoreManager | Led", session: Session) 
 
 def newest_rollouts(trainer: Any, most: int) -> dict[str, Any]:
     """Return the object of inner/rollouts/sample.py with at most `most` rollouts; {} before the first generation."""
-    logs = trainer._logs
-    weighted = list(zip(trainer.reward_weights.tolist(), trainer.reward_func_names, strict=True))
-    count = len(logs["completion"])
-    rewards = [sum(w * r for w, name in weighted if not isnan(r := logs["rewards"][name][i])) for i in range(count)]
+    logs, count = trainer._logs, len(trainer._logs["completion"])
+    names = getattr(trainer, "reward_func_names", [])  # distillation samples rollouts that no function scores
+    weighted = list(zip(trainer.reward_weights.tolist(), names, strict=True)) if names else []
+    scores = [[w * r for w, name in weighted if not isnan(r := logs["rewards"][name][i])] for i in range(count)]
+    rewards = [sum(known) if known else nan for known in scores]
     sample = RolloutSample(seed=trainer.state.global_step)
     sample.add_batch(list(logs["prompt"]), list(logs["completion"]), rewards)
     rollouts = sample.take(most, secrets_here())

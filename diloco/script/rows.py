@@ -110,6 +110,16 @@ def refuse_small_share(loader: Any, of: int) -> None:
         )
 
 
+def used_batches(loader: Any, steps: int, accumulation: int) -> int:
+    """Return the batches that `steps` optimizer steps have used.   accumulation: batches per step.
+
+    The last step of a pass uses the rest of the pass, which may be fewer batches."""
+    if not _has_length(loader):
+        return steps * accumulation
+    passes, rest = divmod(steps, max(1, -(-len(loader) // accumulation)))
+    return passes * len(loader) + rest * accumulation
+
+
 def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
     """Make a data loader read this share after the `used` batches of each rank. Return False without a length.
 
@@ -120,7 +130,8 @@ def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
     if inner is None or not hasattr(inner, "data_source"):
         return False
     if used or not is_alone:
-        batches.sampler = ShareSampler(inner, share, used * batches.batch_size * ranks)
+        passes, rest = divmod(used, -(-len(batches) // ranks))  # the last batch of a pass may have fewer rows
+        batches.sampler = ShareSampler(inner, share, passes * len(inner) + rest * batches.batch_size * ranks)
     return True
 
 

@@ -61,13 +61,14 @@ def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
 
 
 class Once(argparse.Action):
-    """The action of an option with one value: refuses a second value."""
+    """The action of an option with one value: refuses a second value, and an empty one, as of "$UNSET"."""
 
     given = False
 
     def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
-        if self.given:
-            raise argparse.ArgumentError(self, f"given twice, the second time with {values!r}; leave one out")
+        if self.given or (self.option_strings and values == ""):
+            said = f"given twice, the second time with {values!r}; leave one out"
+            raise argparse.ArgumentError(self, said if self.given else "the value is empty; is a shell variable unset?")
         self.given = True
         setattr(namespace, self.dest, values)
 
@@ -78,9 +79,9 @@ def value(parser: Any, name: str, metavar: str, help: str, type: Any = None, **m
     return parser.add_argument(name, action=Once, metavar=metavar, help=help, **more)
 
 
-def again(parser: Any, *names: str, type: str = "", **more: Any) -> argparse.Action:
+def again(parser: Any, *names: str, type: str = "word", **more: Any) -> argparse.Action:
     """Add an option that may be given more than once; its value is a list."""
-    return parser.add_argument(*names, action="append", type=partial(_read_typed, type) if type else None, **more)
+    return parser.add_argument(*names, action="append", type=partial(_read_typed, type), **more)
 
 
 SLOTS = "{slots of the run}"  # a placeholder; completion.py replaces it by the run's slots

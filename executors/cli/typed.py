@@ -89,9 +89,23 @@ def option(text: str) -> tuple[str, Any]:
     if not equals or not key:
         raise ArgumentTypeError(f"{text!r} must look like KEY=VALUE, e.g. partition=gpu")
     try:
-        return key, json.loads(value)
+        return key, json.loads(value, parse_constant=int)  # NaN and Infinity are no JSON: int raises ValueError
     except ValueError:
         return key, value
+
+
+def word(text: str) -> str:
+    """Return the text.   Raise ArgumentTypeError for an empty one, as of "$UNSET"."""
+    if not text.strip():
+        raise ArgumentTypeError("the value is empty; is a shell variable unset?")
+    return text
+
+
+def secret(text: str) -> str:
+    """Return the name of a secret, or PLACE.NAME."""
+    if not text.rpartition(".")[2].strip():
+        raise ArgumentTypeError(f"{text!r} names no secret; is a variable of this shell unset? Write e.g. --secret aws")
+    return text
 
 
 def place(text: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def _refined_place(place: Place, request: "PlaceRequest") -> Place:
         }
         return from_json(Place, {**place.to_dict(), **refined})
     except (TypeError, ValueError) as error:
-        given = "".join(f", --option {key}={value}" for key, value in own.items())
+        given = "".join(f", --option {key}={value}" for key, value in {**own, **options}.items())
         raise UsageError(f"{place.executor} cannot have these settings (--timeout{given}): {error}") from error
 
 

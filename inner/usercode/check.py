@@ -116,7 +116,8 @@ def constant_reward(config: InnerConfig, files: Files, rows: int = 3) -> str:
     prompts = load_prompts(config.data.source, files, config.data) if config.data.source is not None else []
     same = sameness(rewards, prompts[:rows])
     tries = '`diloco check CONFIG --completion "…"` tries an answer that should be worth more'
-    words = f"{', '.join(named.values())} {same}".rstrip(" .")
+    weights = config.rewards.weights  # a function with weight 0 is not to blame
+    words = f"{', '.join(spelling for kind, spelling in named.items() if weights.get(kind, 1.0))} {same}".rstrip(" .")
     if same == SILENT and sameness(rewards, prompts[:MOST_ROWS]) == SILENT:
         raise SilentReward(f"{words}: a session without rewards ends. Return 0.0 for a wrong answer; {tries}.")
     return f"warning: {words}; {tries}" if same else ""

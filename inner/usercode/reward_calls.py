@@ -92,22 +92,22 @@ class RewardCalls:
         self._unreported_failures = 0
 
     def wrap_reward(self, reward: Any, weight: float = 1.0, more: Mapping[str, Any] | None = None) -> Any:
-        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is.   weight: 0: logged only.
-        more: the trainer's own columns at a call."""
+        """Wrap a reward function for TRL. A reward model (nn.Module) is returned as it is.   weight: 0: logged only,
+        so training does not wait for further tries.   more: the trainer's own columns at a call."""
         if isinstance(reward, nn.Module) or not callable(reward):
             return reward
 
         @wraps(reward, updated=())
         def sync(**columns: Any) -> list[float | None]:
             columns |= more or {}
-            steps = self._plan_attempts(columns)
+            steps = self._plan_attempts(columns, weight)
             scored = _run_attempts(steps, lambda step: self._do_step(reward, columns, step))
             return self._finish_batch(reward, scored, weight)
 
         @wraps(reward, updated=())
         async def later(**columns: Any) -> list[float | None]:
             columns |= more or {}
-            steps = self._plan_attempts(columns)
+            steps = self._plan_attempts(columns, weight)
             scored = await _run_attempts_async(steps, lambda step: self._do_step_async(reward, columns, step))
             return self._finish_batch(reward, scored, weight)
 
@@ -168,8 +168,8 @@ class RewardCalls:
 
     # one step of a batch
 
-    def _plan_attempts(self, columns: Mapping[str, Any]) -> Generator[Ask | Again, Answer, Scored]:
-        return plan_attempts(len(columns["completions"]), self.group, self.tries)
+    def _plan_attempts(self, columns: Mapping[str, Any], weight: float) -> Generator[Ask | Again, Answer, Scored]:
+        return plan_attempts(len(columns["completions"]), self.group, self.tries if weight else 1)
 
     def _do_step(self, reward: Any, columns: Mapping[str, Any], step: Ask | Again) -> Answer:
         if isinstance(step, Again):
@@ -225,7 +225,7 @@ class RewardCalls:
         values, failed = self.broken.note(scored) if weight else (scored.values, ())
         self._failed.update(failed)
         if scored.why:
-            self._emit_failure(reward, scored)
+            self._emit_failure(reward, scored, self.tries if weight else 1)
         for text in getattr(reward, "take_notes", list[str])():  # notes on the user's code (inner/usercode/apart.py)
             self.host.emit("warning", text)
         if self._noted:
@@ -235,7 +235,7 @@ class RewardCalls:
             self._refuse_rewardless(reward, scored)
         return values
 
-    def _emit_failure(self, reward: Any, scored: Scored) -> None:
+    def _emit_failure(self, reward: Any, scored: Scored, tries: int) -> None:
         """Report a failed batch: the first one at once, then at most once a minute."""
         now = self.clock()
         self._unreported_failures = self._unreported_failures + 1
@@ -243,7 +243,7 @@ class RewardCalls:
             return
         from inner.usercode.reward_words import failure_text
 
-        text = failure_text(reward_name(reward), scored, tries=self.tries, batches=self._unreported_failures)
+        text = failure_text(reward_name(reward), scored, tries=tries, batches=self._unreported_failures)
         self._last_emit_at = now
         self._unreported_failures = 0
         self.host.emit(

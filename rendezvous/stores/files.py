@@ -47,7 +47,7 @@ LEAST = 1 << 20  # with so many bytes or more, a spare file (spares.py) is faste
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}
+_LINK = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _HERE, _NO_REPLACE = -100, 1  # constants of Linux: AT_FDCWD, RENAME_NOREPLACE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY

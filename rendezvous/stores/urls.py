@@ -55,9 +55,9 @@ def refuse_mistyped(path: str) -> None:
 
 def link_words(root: Path) -> str:
     """Return why the folder of a run, or a part of it, cannot be opened, and the next thing to do."""
-    if file := next((path for path in (root, *root.parents) if path.is_file()), None):
+    if file := next(filter(os.path.isfile, (root, *root.parents)), None):
         return f"{file} is a file where a folder belongs. A run is a folder or a URL (s3://…): use another one"
-    why = "a part of it is a link, a file where a folder belongs, or a folder where a file belongs"
+    why = "a part of it is a link, a file where a folder belongs, a folder where a file belongs, or has too long a name"
     return f"{why}. Remove it, or use another one"
 
 

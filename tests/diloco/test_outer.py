@@ -565,6 +565,34 @@ def test_auto_lr_steps_by_the_likeness_of_the_means(fresh: str) -> None:
     manager.shutdown()
 
 
+@pytest.mark.parametrize(("delay", "alpha", "plain"), [(0, 0.0, False), (1, 0.5, False), (0, 0.0, True)])
+def test_after_the_last_outer_step_the_model_is_what_was_committed(
+    fresh: str, delay: int, alpha: float, plain: bool
+) -> None:
+    """Before: the model kept inner steps since the other fragment's last sync, so what a script saved was not θ.
+
+    plain: one replica with a plain average, whose model is that of the script alone."""
+    torch.manual_seed(0)
+    model, alone = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, alone))
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.0} if plain else {"outer_lr": 0.5}
+    manager = MockManager(fresh, steps=3)
+    with make_diloco(
+        model, optimizer, manager, sync_every=4, fragments=2, fragment_sync_delay=delay, fragment_update_alpha=alpha,
+        **outer,
+    ) as run:  # fmt: skip
+        for _ in range(6):
+            for one, steps in ((model, optimizer), (alone, other)):
+                steps.zero_grad()
+                one(torch.ones(1, 3)).sum().backward()
+                steps.step()
+        assert manager.done
+        theta = dict(run.theta()).items()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)) == plain
+        assert all(torch.equal(value, dict(model.named_parameters())[name]) for name, value in theta) != plain
+
+
 def test_theta_by_name_is_what_was_committed_not_what_the_model_holds(fresh: str) -> None:
     """With two fragments only one of them is written into the model at a sync; θ is of both, and not of inner steps."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))

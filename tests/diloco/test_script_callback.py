@@ -55,7 +55,7 @@ from diloco.script.callback import (
     total_steps,
 )
 from diloco.script.rollouts import calling_trainer
-from diloco.script.rows import ShareSampler, give_share, refuse_small_share, skip_used, unshared_words
+from diloco.script.rows import ShareSampler, give_share, refuse_small_share, skip_used, unshared_words, used_batches
 from diloco.views.samples import session_samples
 from inner.data.order import Share
 from rendezvous.clock import SystemClock
@@ -320,6 +320,23 @@ def test_a_replacement_goes_on_where_its_slot_was() -> None:
     whole = stream(0)
     assert whole[:12] == whole[:4] * 3, "a generation's prompts are repeated"
     assert stream(3)[: len(whole) - 12] == whole[12:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_replacement_goes_on_after_passes_whose_last_step_was_short(drop_last: bool) -> None:
+    """Before: a pass of 6 batches in steps of 4 counted as 8, and its last batch as a full one: rows were left out."""
+
+    def loader() -> DataLoader[Any]:
+        batches = BatchSampler(RandomSampler(range(22)), 4, drop_last)
+        return DataLoader(list(range(22)), batch_sampler=batches)  # type: ignore[arg-type]
+
+    give_share(first := loader(), Share(5, 1, 2), used=0, is_alone=False)
+    rows = [row for _ in range(3) for batch in first.batch_sampler for row in batch]  # type: ignore[union-attr]
+    length = len(rows) // 3
+    used = used_batches(first, 2 * -(-len(first) // 4) + 1, accumulation=4)  # two passes, and a step of 4 batches
+    give_share(second := loader(), Share(5, 1, 2), used=used, is_alone=False)
+    assert next(iter(second.batch_sampler)) == rows[2 * length + 16 :][:4]  # type: ignore[call-overload]
+    assert used_batches(Stream(3), 5, accumulation=4) == 20, "nothing tells where a pass without a length ends"
 
 
 def test_ranks_with_seeds_of_their_own_read_one_share() -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from functools import partial
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig,
 from diloco import DiLoCoCallback
 from diloco.model.script_model import _saved_name, publish_script_model
 from diloco.runlog.reader import read_report
+from diloco.script.rollouts import newest_rollouts
 from rendezvous.clock import SystemClock
 from rendezvous.stores.memory import MemoryStore
 from rendezvous.stores.open import open_store
@@ -105,6 +107,18 @@ def trainer_of(kind: str, folder: Path, callbacks: list[Any]) -> Any:
         given["optimizers"] = EightBit(model.parameters(), lr=1e-2), None
     adapter = ADAPTER if kind == "peft" else None
     return SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(ROWS), peft_config=adapter, **given)
+
+
+def test_rollouts_are_logged_with_the_rewards_that_are_known() -> None:
+    """Before: TRL's DistillationTrainer, whose rollouts no function scores, ended with an AttributeError."""
+    logs = {"prompt": ["p", "p"], "completion": ["a", "b"], "rewards": {"f": [0.5, nan], "g": [2.0, nan]}}
+    state = SimpleNamespace(global_step=3)
+    distilled = SimpleNamespace(_logs=logs, state=state)
+    assert [one["reward"] for one in newest_rollouts(distilled, 4)["rollouts"]] == [None, None]
+    scored = SimpleNamespace(_logs=logs, state=state, reward_weights=torch.tensor([1.0, 0.5]))
+    scored.reward_func_names = ["f", "g"]
+    found = {one["messages"][-1]["content"]: one["reward"] for one in newest_rollouts(scored, 4)["rollouts"]}
+    assert found == {"a": 1.5, "b": None}
 
 
 def weights_of(model: nn.Module) -> torch.Tensor:

@@ -151,22 +151,61 @@ def test_a_value_that_a_place_cannot_have_is_a_mistake_in_the_command(executor, 
         Place("modal", options={"memory_mib": [1]}),
         Place("local", options={"cores": "two"}),
         Place("slurm", options={"usd_per_hour": "a lot"}),
+        Place("slurm", options={"usd_per_hour": -2}),
         Place("sky", options={"pip": 3}),
+        Place("modal", options={"prices": {"T4": "0.5"}}),
+        Place("modal", options={"prices": {"T4": -1}}),
+        Place("modal", options={"region": 5}),
+        Place("modal", options={"vllm": "yes"}),
+        Place("hf-jobs", options={"pip": [1]}),
+        Place("local", options={"folder": 5}),
     ],
 )
-def test_an_option_of_the_wrong_type_is_named(place):
+def test_an_option_of_the_wrong_type_or_below_0_is_named(place):
+    """Before: prices below 0 and texts were accepted; a budget counted with them, or `plan` ended with a traceback."""
     ((key, value),) = place.options.items()
     with pytest.raises(ExecutorError) as raised:
         make_executor(place)
     assert f"{place.executor} cannot use --option {key}={value!r}: " in str(raised.value)
 
 
-@pytest.mark.parametrize("options", [{}, {"clock": None}])
-def test_an_option_that_a_platform_needs_is_named(monkeypatch, options):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"cores": 0}, "more than 0 of both"),
+        ({"memory_mib": 0}, "more than 0 of both"),
+        ({"prices": {"T9": 1.0}}, "Modal has no GPU called 'T9'"),
+        ({"clock": 5}, "modal takes no option clock; it takes image, "),
+    ],
+)
+def test_an_option_that_modal_cannot_have_is_a_mistake_in_the_command(options, told):
+    """Before: `plan` ended with 0. A price of an unknown GPU corrected nothing."""
+    with pytest.raises(ExecutorError, match=told):
+        make_executor(Place("modal", options=options))
+    make_executor(Place("modal", options={"prices": {"t4": 1}, "pip": "einops", "gpu": ["T4"]}))
+
+
+@pytest.mark.parametrize("typed", ["", "modal."])
+def test_a_secret_without_a_name_is_a_mistake_in_the_command(typed, capsys):
+    """Before: `--secret "$UNSET"` was a secret that `plan` did not look for."""
+    with pytest.raises(SystemExit, match="2"):
+        asked("plan", "c", "--run", "r", "--executor", "modal", "--secret", typed)
+    assert "names no secret" in capsys.readouterr().err
+
+
+def test_a_nan_is_no_value_of_an_option():
+    """Before: "its options is nan", with --timeout in place of the option."""
+    (place,) = wanted("--executor", "modal", "--option", 'prices={"T4": NaN}')
+    assert place.options == {"prices": '{"T4": NaN}'}
+    with pytest.raises(UsageError, match=r"--option prices=inf\)"):
+        wanted("--executor", "modal", "--option", "prices=1e400")
+
+
+def test_an_option_that_a_platform_needs_is_named(monkeypatch):
     """Before: the TypeError's traceback."""
     monkeypatch.setitem(EXECUTORS, "toy", "examples.toy_platform.toy:ToyExecutor")
     with pytest.raises(ExecutorError, match=r"^toy needs --option folder=…\. Add it to the command$"):
-        make_executor(Place("toy", options=options))
+        make_executor(Place("toy"))
 
 
 def test_the_fault_of_a_platform_s_module_is_not_said_to_be_the_user_s():

@@ -99,6 +99,7 @@ def test_devices_are_a_number_and_each_has_a_gpu() -> None:
         assert gpu_of(replace(spec, slot=slot), ["0", "1", "2", "3"], devices=2) == gpu
     with pytest.raises(ExecutorError, match="devices = 2: this machine has 1 such GPUs"):
         gpu_of(spec, ["0"], devices=2)
+    assert gpu_of(spec, "4, 5") == "5" and gpu_of(spec, 4) == "4"  # `--option gpus=4,5`, `--option gpus=4`
     assert Place("local", options={"devices": 3}).devices == 3 and Place("local", gpu=("0",)).devices == 1
 
 

@@ -50,6 +50,16 @@ def test_one_line_with_the_nearest_word(capsys, argv, said):
     assert refusal(capsys, *argv) == said
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["launch", "--run", "", "a.py"], ["train", "c", "--run=x", "--from="], ["plan", "c", "--gpu", " "],
+     ["export", "r", "--to", ""], ["train", "c", "--run=x", "--pip", ""]],
+)  # fmt: skip
+def test_an_empty_value_is_a_mistake(capsys, argv):
+    """Before: `launch --run "$UNSET"` trained in runs/NAME, and `train --from "$UNSET"` began at step 0."""
+    assert "the value is empty; is a shell variable unset?" in refusal(capsys, *argv)
+
+
 @pytest.mark.parametrize("typed", ["plan -- c --run r", "plan c -- --run r"])
 def test_an_option_behind_two_dashes_is_told_so(capsys, monkeypatch, typed):
     """Before: "--run is before the verb"."""

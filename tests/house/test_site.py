@@ -12,6 +12,9 @@ import torch
 
 from diloco import StoreManager, make_diloco
 from diloco.run.config import RunConfig
+from executors.platforms.base import ReplicaSpec
+from executors.platforms.on_modal.executor import ModalExecutor
+from executors.platforms.on_modal.kinds import memory_limit_mib
 from inner.settings.tables import list_settings
 from rendezvous import layout
 from tests.support import choose_tables
@@ -126,6 +129,14 @@ def test_the_numbers_of_choose_are_what_the_estimators_say() -> None:
     assert {name: choose_tables.BY_NAME[name].parameters for name in known} == known, "as their files on the Hub say"
     page = choose_tables.PAGE.read_text(encoding="utf-8")
     assert page == choose_tables.page_with_numbers(page), "python -m tests.support.choose_tables writes them anew"
+
+
+def test_the_price_of_the_readme_is_what_plan_prints() -> None:
+    """Before: the README had the price of a full training, which needs more memory than its adapter."""
+    limit = memory_limit_mib(134_515_008, trained=4_884_480)  # SmolLM2-135M, and an adapter of r = 16
+    price = ModalExecutor(gpu="T4", max_memory_mib=limit).price_of(ReplicaSpec("modal://diloco/mine", "r00"))
+    assert price is not None
+    assert f"3 × T4: ${3 * price:.2f} per hour in all" in (ROOT / "README.md").read_text()
 
 
 def test_the_drawing_of_the_bucket_has_the_keys_of_the_layout() -> None:

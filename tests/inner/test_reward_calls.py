@@ -874,8 +874,10 @@ def test_a_logged_reward_that_always_fails_ends_no_session() -> None:
     trainer, found, batch = measured(fails, score)
     assert trainer._rewards_by_function[:, 0].tolist() == score and batch["advantages"].abs().min() > 0
     assert trainer._rewards_by_function[:, 1].isnan().all() and found.take_missing() == 0
+    found, listener = forgiving()
     asked = found.wrap_reward(broken, 0.0)
     assert [asked(prompts=[], completions=[0] * 8) for _ in range(4)] == [[None] * 8] * 4
+    assert not listener.pauses, "before: 1, 4 and 16 s of each batch, for a number that changes nothing"
     assert weighted_sum([None, 37.0], [1.0, 0.0]) is None and weighted_sum([2.0, 37.0], [1.0, 0.0]) == 2.0
 
 

@@ -114,6 +114,17 @@ def test_a_reward_that_is_the_same_for_everything_is_said_with_its_likeliest_cau
     assert cause in constant_reward(config, files) and "diloco check CONFIG" in constant_reward(config, files)
 
 
+def test_what_is_logged_alone_is_not_blamed_for_equal_rewards(tmp_path):
+    """Before: "rewards.py:brief, rewards.py:score returns None for every completion"."""
+    _, files = config_of(tmp_path, ALL + "return [0.0] * len(completions)", TEXT)
+    more = "def brief(completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+    (tmp_path / "rewards.py").write_text(ALL + "return [0.0] * len(completions)\n" + more)
+    rewards = {"functions": {"rewards.py:score": 1.0, "rewards.py:brief": 0.0}}
+    config = InnerConfig.from_dict({"data": {"prompts": "p.jsonl"}, "rewards": rewards})
+    files |= dict.fromkeys(config.rewards.named, tmp_path / "rewards.py")
+    assert constant_reward(config, files).startswith("warning: rewards.py:score gives each of")
+
+
 def test_a_reward_that_knows_nothing_is_refused_unless_it_knows_a_later_row(tmp_path):
     """Before: a warning, and a session that ended at its third batch."""
     config, files = config_of(tmp_path, ALL + "return [None] * len(completions)", TEXT)

@@ -48,7 +48,7 @@ def add_verbs(verbs: Any) -> None:
     setup = add_verb(verbs, "setup", text, _setup)
     value(setup, "place", "PLACE", "modal or hf", choices=("modal", "hf"))
     value(setup, "--run", "URL", "default: modal://diloco/first, or a bucket of your namespace", dest="url")
-    value(setup, "--secret", "NAME", "Modal's secret with the store's keys", default="diloco-storage")
+    value(setup, "--secret", "NAME", "Modal's secret with the store's keys", type="secret", default="diloco-storage")
     flag(setup, "--yes", "-y", help="make missing things without asking")
     text = "show the menu for inner.grpo.objective: formulas, knobs, uses"
     told = "a run.toml: also list the knobs without effect in it"

@@ -81,7 +81,7 @@ def _add_requests(parser: ArgumentParser) -> None:
     ahead = "processes that only sample rollouts, ahead of the replicas, e.g. 4 or modal:8:L4; 0: none from now on"
     offer(again(where, "--actors", type="actors", metavar="[NAME:]N[:GPU]", help=ahead), *EXECUTORS)
     again(where, "--gpu", metavar="KIND", help="GPU type, as the platform names it; repeat for a second choice")
-    again(where, "--secret", metavar="NAME", dest="secrets", help="a secret that replicas get, or PLACE.NAME")
+    again(where, "--secret", type="secret", metavar="NAME", dest="secrets", help="a secret for replicas, or PLACE.NAME")
     value(where, "--timeout", "TIME", "time limit of a replica: 6h, 90m (then it restarts)", type="duration")
     again(where, "--pip", metavar="PACKAGE", help="a package that your reward needs there")
     again(where, "--option", type="option", metavar="KEY=VALUE", help="an option of the platform: partition=gpu")

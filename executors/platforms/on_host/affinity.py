@@ -42,15 +42,16 @@ def check_devices(devices: int) -> None:
         )
 
 
-def gpu_of(spec: ReplicaSpec, gpus: Sequence[str] | None, devices: int = 1) -> str:
+def gpu_of(spec: ReplicaSpec, gpus: Sequence[str | int] | str | int | None, devices: int = 1) -> str:
     """Return the CUDA devices of a replica, or the one device of an actor; "" if the spec asks for no GPU.
 
-    gpus: device numbers to choose from; None: all visible ones.   devices: GPUs per replica."""
+    gpus: device numbers to choose from, also as a text "0,1"; None: all visible ones.   devices: GPUs per replica."""
     if not spec.gpu:
         return ""
     if layout.is_actor(spec.slot):
         devices = 1
-    there = visible_gpus() if gpus is None else [str(gpu) for gpu in gpus]
+    numbers = str(gpus).split(",") if isinstance(gpus, str | int) else gpus
+    there = visible_gpus() if numbers is None else [str(gpu).strip() for gpu in numbers]
     named = [g for g in there if g in spec.gpu or ANY in spec.gpu]
     if not named:
         listed = f"{', '.join(there)}, or {ANY!r} for any of them" if there else "none"

@@ -142,17 +142,17 @@ class LocalProcessExecutor(Executor):
         self,
         preload: Sequence[str] | str = (),
         *,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         method: str | None = None,
         env: Mapping[str, str] | None = None,
         cores: int = 0,
-        gpus: Sequence[str] | None = None,
+        gpus: Sequence[str | int] | str | int | None = None,
         devices: int = 1,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(clock)
         names = preload.split(",") if isinstance(preload, str) else preload  # a text: of --option
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder)
         self._method = method or ("fork" if FORK else "spawn")
         self._cores, self._gpus, self._devices = cores, gpus, devices
         if cores or devices != 1:

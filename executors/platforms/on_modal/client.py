@@ -12,6 +12,7 @@ Not promised: the texts of Modal's errors.  These texts change without notice, s
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -172,7 +173,7 @@ def volume_id(name: str) -> str:
 
 
 def how_to_create(secret: str, run: str) -> str:
-    return f"`modal secret create {secret} {SECRET_KEYS.get(run.partition('://')[0], 'KEY=VALUE')}`"
+    return f"`modal secret create {shlex.quote(secret)} {SECRET_KEYS.get(run.partition('://')[0], 'KEY=VALUE')}`"
 
 
 def _why_build_failed(error: Any) -> list[str]:

@@ -26,7 +26,7 @@ from executors.platforms.on_modal import client as modal_client
 from executors.platforms.on_modal.app import PREFIX, SUPERVISE, Register, app_name, handle_of
 from executors.platforms.on_modal.client import ask_patiently, no_answer, sdk, translated_errors
 from executors.platforms.on_modal.deployment import Deployments
-from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, MEMORY_MIB, Kind
+from executors.platforms.on_modal.kinds import AS_OF, CORES, DAY_S, MEMORY_MIB, Kind, price_fault
 from executors.platforms.packages.versions import pinned_version
 from executors.platforms.platform import NotStarted
 from rendezvous.clock import Clock
@@ -78,7 +78,7 @@ class ModalExecutor(Executor):
         most = {"max_cores": max_cores or 2.0 * cores, "max_memory_mib": max_memory_mib or max(MEMORY_MIB, memory_mib)}
         size = {"cores": float(cores), "memory_mib": memory_mib, **most}
         self._default = Kind(gpus, float(timeout_s), tuple(secrets), region, hub_cache=hub_cache, **size)
-        if why := self._default.fault:
+        if why := price_fault(self._prices) or self._default.fault:
             raise ExecutorError(why)
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="modal")
         packages = (pip,) if isinstance(pip, str) else pip

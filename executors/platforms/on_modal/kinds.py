@@ -86,6 +86,8 @@ class Kind(Plain):
         for gpu in self.gpu:
             if why := gpu_fault(gpu):
                 return why
+        if self.cores <= 0 or self.memory_mib <= 0:
+            return f"cores={self.cores:g}, memory_mib={self.memory_mib}: a container needs more than 0 of both"
         if 1 <= self.timeout_s <= DAY_S:
             return ""
         return (
@@ -159,6 +161,13 @@ def gpu_fault(gpu: str) -> str:
         return f"Modal has no GPU called {gpu!r}. It has {', '.join(USD_PER_HOUR)}; several of one kind: H100:8"
     most = MOST.get(kind, 8)
     return "" if 1 <= count <= most else f"gpu {gpu!r}: Modal gives one container 1 to {most} of {kind}"
+
+
+def price_fault(prices: Mapping[str, float]) -> str:
+    """Return the reason why these cannot be prices of Modal's GPUs, or "".   A name without a GPU corrects no price."""
+    if unknown := [name for name in prices if name.upper() not in USD_PER_HOUR]:
+        return f"prices: Modal has no GPU called {unknown[0]!r}. It has {', '.join(USD_PER_HOUR)}"
+    return ""
 
 
 def _split_gpu(gpu: str) -> tuple[str, int]:
