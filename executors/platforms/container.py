@@ -48,6 +48,7 @@ PIECE = 4000  # characters of that JSON in one line
 TAIL = 12
 CRASHED = 1
 FOREVER_S = 1e9
+TURN_S = 0.5
 PATIENCE_S = 30.0  # seconds to wait for a store that does not answer the first request
 GRACE_S = 12.0  # less than the fifteen seconds or so between a platform's SIGTERM and its SIGKILL
 MARGIN, MARGIN_MOST_S = 0.1, 180.0  # part of the time limit that is left for a last offer, and its maximum
@@ -188,25 +189,36 @@ class Child:
 
         After `seconds`, ask it to leave; return RESUME if it then leaves or is killed, `late_grace_s` later at most.
 
-        The wait always has a limit, so Python polls twenty times a second.  A wait without a limit would sleep in the
-        kernel; a signal that another thread of the platform's runtime received would then wait for the child's end.
         """
         assert self._process is not None
         until = time.monotonic() + (FOREVER_S if seconds is None else seconds)
         try:
             while (left := until - time.monotonic()) > lease.look_s:
                 with suppress(subprocess.TimeoutExpired):
-                    return self._process.wait(lease.look_s)
+                    return self._ended(lease.look_s)
                 if lease.is_over:
                     self.why = "its launcher has not renewed the lease in time, so it leaves and is no longer billed"
                     print(self.why, file=sys.stderr, flush=True)
                     self.leave(grace_s)
                     return exitcodes.LEFT
-            return self._process.wait(max(0.0, left))
+            return self._ended(left)
         except subprocess.TimeoutExpired:
             print("this replica's time limit is near. It leaves, to be started again", file=sys.stderr, flush=True)
             code = self.leave(late_grace_s)
             return exitcodes.RESUME if code in (exitcodes.LEFT, -signal.SIGTERM, -signal.SIGKILL) else code
+
+    def _ended(self, seconds: float) -> int:
+        """Return the child's exit code.   Raise TimeoutExpired after `seconds`.
+
+        A wait sleeps in the kernel (Python before 3.15: if it has no limit).  A signal that another thread of the
+        platform's runtime received is heard after it, so it has turns.
+        """
+        assert self._process is not None
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > TURN_S:
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(TURN_S)
+        return self._process.wait(max(0.0, left))
 
     def leave(self, grace_s: float) -> int:
         """Ask the child to leave, wait `grace_s`, then kill it.  A further interruption kills it at once."""
@@ -215,7 +227,7 @@ class Child:
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            return self._process.wait(grace_s)
+            return self._ended(grace_s)
         except BaseException as over:
             self._process.kill()
             code = self._process.wait()

@@ -54,6 +54,7 @@ def nearest_hint(word: str, known: Iterable[str]) -> str:
 
 def in_words(message: str, prog: str) -> str:
     """Return argparse's message, with the nearest choice or the next thing to do."""
+    message = re.sub(r", maybe you meant '[^']*'\?", "", message)  # Python 3.15 names a choice of its own
     if (choice := _CHOICE.fullmatch(message)) is not None:
         name, word, listed = choice.groups()
         known = re.findall(r"[\w.-]+", listed)

@@ -171,7 +171,7 @@ def test_the_page_says_what_the_supervisor_does_after_each_exit_code(code: str, 
 
 def test_the_page_has_each_exit_code_and_the_two_limits() -> None:
     assert [int(row[0]) for row in ROWS] == sorted({exitcodes.CRASHED, *exitcodes.NAMES})
-    assert "Ten ends in a row" in PAGE and Limits().losses == 10
+    assert "If a slot ends ten times in a row" in PAGE and Limits().losses == 10
     assert "Three crashes in a row" in PAGE and Limits().failures == 3
 
 
