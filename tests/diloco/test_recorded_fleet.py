@@ -134,6 +134,14 @@ def _other_settings_give_others(fleet: Fleet) -> None:
     added.unlink()
     assert sorted(name for _, _, name, _ in found_then.off) == ["r00-1", "r01-2", "r01-2"]
     assert [one for one in found_then.unchecked if "and in outer step 1, no answer" in one and "r00-1" in one]
+    bundle = Path(fleet.url, "rollouts/r01/0000000005/0000.0.bundle")
+    own = bundle.read_bytes()
+    bundle.write_bytes(own.replace(b'"by":2,', b'"by":1,'))  # as if its own were gone, and one of another stood there
+    found_then = recompute_offers(run)
+    bundle.write_bytes(own)
+    assert sorted((step, name) for step, _, name, _ in found_then.off) == [(0, "r00-1"), (0, "r01-2"), (1, "r00-1")]
+    (text,) = found_then.unchecked
+    assert text.endswith("for outer step 1, its log tells of 0 bundles of others, and 1 are in its places")
     verdict = Verdict([0])
     found.add_to(verdict)
     assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
