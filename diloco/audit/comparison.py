@@ -130,7 +130,7 @@ class OfferComparison:
             counts = [e.get("bundles") for e in self._logged("rollouts_found") if e["step"] == t]
             found = sum(count for count in counts if type(count) is int)
             if found < taken[t]:
-                return f"for outer step {t}, its log tells of {found} bundles of others, and {taken[t]} are in its places"
+                return f"its log tells of {found} bundles of others in outer step {t}, and {taken[t]} are in its places"
         return ""
 
     def _logged(self, kind: str) -> list[dict[str, Any]]:

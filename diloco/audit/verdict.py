@@ -1,6 +1,6 @@
 """The result of an audit: differences from the records, and unchecked parts.
 
-    differs   step, blob, replica, text          gone   needed, or in a run that keeps all: a difference; else: unchecked
+    differs   step, blob, replica, text      gone   still needed, or in a run that keeps all: a difference; else: unchecked
 
 Not promised: an order; the checks add their findings as they come.
 """
@@ -94,6 +94,6 @@ class Findings:
         elif self.keeps_all:
             self.differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
         elif not any(snapshot.t > step for snapshot in newest_first(self.store) if snapshot.confirmed):
-            self.differs(step, blob, slot, "is gone, and no later snapshot replaces it, so fleet.keep did not delete it")
+            self.differs(step, blob, slot, "is gone, and no later snapshot replaces it: fleet.keep did not delete it")
         else:
             self.not_checked(f"step {step}: {blob} is gone (collected, fleet.keep)")

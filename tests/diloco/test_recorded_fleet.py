@@ -141,7 +141,7 @@ def _other_settings_give_others(fleet: Fleet) -> None:
     bundle.write_bytes(own)
     assert sorted((step, name) for step, _, name, _ in found_then.off) == [(0, "r00-1"), (0, "r01-2"), (1, "r00-1")]
     (text,) = found_then.unchecked
-    assert text.endswith("for outer step 1, its log tells of 0 bundles of others, and 1 are in its places")
+    assert text.endswith("its log tells of 0 bundles of others in outer step 1, and 1 are in its places")
     verdict = Verdict([0])
     found.add_to(verdict)
     assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
