@@ -1,6 +1,6 @@
 """The result of an audit: differences from the records, and unchecked parts.
 
-    differs   step, blob, replica, text      gone   still needed, or in a run that keeps all: a difference; else: unchecked
+    differs   step, blob, replica, text      gone   needed, or in a run that keeps all: differs; else: unchecked
 
 Not promised: an order; the checks add their findings as they come.
 """
