@@ -246,13 +246,16 @@ class _Session(StandIn):
         """Return the number of replicas that the newest commit averaged; before any commit, the wanted number."""
         step = self.current_step()
         commit = self._chain.read(step - 1) if step else None
-        return len(commit.fresh_offers) if commit else self._asked_for[-1]
+        return len(commit.fresh_offers) if commit else (self._asked_for or [1])[-1]
 
     @cached_property
     def _asked_for(self) -> list[int]:
-        """Return the numbers of replicas that control records asked for until this session's first offer."""
+        """Return the numbers of replicas that control records asked for until this session's first offer.
+
+        The first record is older than each offer, whatever their writers' clocks say.   []: the records are gone."""
         until = self._offers[min(self._offers)].at
-        return [c.replicas for c in controls_above(self._store, -1) if c.replicas and c.at <= until] or [1]
+        asked = [control for control in controls_above(self._store, -1) if control.replicas]
+        return [control.replicas for control in asked if control.n == 0 or control.at <= until]
 
     @property
     def _unknown_rate(self) -> str:
@@ -260,7 +263,8 @@ class _Session(StandIn):
         numbers = sorted(set(self._asked_for))
         if min(self._offers) or len(numbers) == 1:
             return ""
-        return f"before the first commit, its learning rate depends on the number of replicas, which changed: {numbers}"
+        how = f"which changed: {numbers}" if numbers else f"and {layout.control_key(0)}, which says it, is gone"
+        return f"before the first commit, its learning rate depends on the number of replicas, {how}"
 
 
 class _Recorded(BucketPlaces):

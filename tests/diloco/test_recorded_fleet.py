@@ -93,6 +93,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     write_control(killed.store, SystemClock(), replicas=5)  # before: step 0 got the learning rate of 5 replicas
     found = audited(killed)
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
+    _the_first_control_record_gives_the_first_learning_rate(killed)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
     assert len(bundles) == 2 * 2 * 4
     _other_settings_give_others(killed)
@@ -111,6 +112,19 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     last.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])  # a bit of its record: step 0 in place of 1
     (_, found) = audited(killed).off
     assert found[1].endswith("/0000000007/0000.0.bundle") and "names outer step 0, and it was sampled on" in found[3]
+
+
+def _the_first_control_record_gives_the_first_learning_rate(fleet: Fleet) -> None:
+    """Before: if its writer's clock was ahead, or the record was gone, each session was accused."""
+    record = Path(fleet.url, layout.control_key(0))
+    written = record.read_text()
+    record.write_text(re.sub(r'"at":[0-9.]+', '"at":9e9', written))
+    assert (audited(fleet).equal, audited(fleet).off) == (4, [])
+    record.unlink()
+    found = audited(fleet)
+    record.write_text(written)
+    assert not found.off and all("control/000000.json, which says it, is gone" in text for text in found.unchecked)
+    assert len(found.unchecked) == 4
 
 
 def _other_settings_give_others(fleet: Fleet) -> None:
