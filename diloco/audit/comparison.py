@@ -23,6 +23,7 @@ from diloco.process.processes import library_versions
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.sessions import versions_in
+from rendezvous.agreement.membership import read_claim
 from rendezvous.codecs import get_codec
 from rendezvous.keeping.garbage import blob_stands
 from rendezvous.records.digests import required_digest_kind
@@ -102,7 +103,7 @@ class OfferComparison:
             self._to.close.append(share)
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
-        if doubts := self._other_versions or doubt or self._unlike_the_log(offer.step, taken):
+        if doubts := self._other_versions or doubt or self._lost_beginning or self._unlike_the_log(offer.step, taken):
             text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
             self._to.unchecked.append(text)
             return
@@ -116,6 +117,20 @@ class OfferComparison:
         found = [x.versions for x in self._report.sessions if (x.slot, x.generation) == self._holder]
         other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
         return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
+
+    @cached_property
+    def _lost_beginning(self) -> str:
+        """Return why it is not known how the session began; "" if it is known.
+
+        Without its predecessor's leave record, only its log tells whether it took over moments or a residual."""
+        slot, generation = self._holder
+        told = [event["event"] for event in self._report.events if event["who"] == str(self._holder)]
+        if generation > 1 and "inherited" in told:
+            return f"it took over what {slot}-{generation - 1} left, whose record is gone"
+        if generation > 1 and not told:
+            return f"its log is gone, so it is not known whether it took over what {slot}-{generation - 1} left"
+        is_claimed = read_claim(self._store, slot, generation) is not None
+        return "" if is_claimed else "its claim is gone, so it is not known how many processes it had"
 
     def _unlike_the_log(self, step: int, taken: Mapping[int, int]) -> str:
         """Return why the session may have trained on other rollouts until this step; "" if its log tells of nothing.
