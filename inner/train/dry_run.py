@@ -14,6 +14,7 @@ rollout has.
 """
 
 import json
+import os
 import re
 import sys
 import time
@@ -231,3 +232,5 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left

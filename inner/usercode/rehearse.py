@@ -199,3 +199,5 @@ def _write(path: Path, found: Rehearsal) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left

@@ -13,6 +13,7 @@ Not promised: a trial of an environment's tools, whose state only a rollout has;
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -248,3 +249,5 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left
