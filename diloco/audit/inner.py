@@ -254,8 +254,7 @@ class _Session(StandIn):
 
         The first record is older than each offer, whatever their writers' clocks say.   []: the records are gone."""
         until = self._offers[min(self._offers)].at
-        asked = [control for control in controls_above(self._store, -1) if control.replicas]
-        return [control.replicas for control in asked if control.n == 0 or control.at <= until]
+        return [c.replicas for c in controls_above(self._store, -1) if c.replicas and (c.n == 0 or c.at <= until)]
 
     @property
     def _unknown_rate(self) -> str:
