@@ -11,9 +11,10 @@
 Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks those.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from diloco.process.processes import library_versions
 from diloco.run.record import Run
 from diloco.runlog.reader import Report, read_report
 from diloco.runlog.sessions import versions_in
+from rendezvous.agreement.membership import read_claim
 from rendezvous.codecs import get_codec
 from rendezvous.keeping.garbage import blob_stands
 from rendezvous.records.digests import required_digest_kind
@@ -80,11 +82,14 @@ class OfferComparison:
         self._encoder = Encoder(self._rules.codec, digests=required_digest_kind(store))
         self._blind = False  # whether rollouts were lost that cannot be made again
 
-    def compare(self, delta: np.ndarray, theta: np.ndarray, offer: Offer, *, lost: str, doubt: str) -> None:
+    def compare(
+        self, delta: np.ndarray, theta: np.ndarray, offer: Offer, *, lost: str, doubt: str, taken: Mapping[int, int]
+    ) -> None:
         """Compare Δ, computed from θ, with the offer.
 
         lost: the rollouts that are gone, "" if none; from then on nothing is compared.
         doubt: why a difference would be no fault, "" if it would be one.
+        taken: outer step -> bundles of other processes from which Δ was computed.
         """
         if self._blind or lost:
             return self._note_blindness(offer, lost)
@@ -98,7 +103,7 @@ class OfferComparison:
             self._to.close.append(share)
             return
         how = "" if share is None else f", which differs from it by {share:.1g} of its length"
-        if doubts := self._other_versions or doubt or self._unrecorded(offer.step):
+        if doubts := self._other_versions or doubt or self._lost_beginning or self._unlike_the_log(offer.step, taken):
             text = f"the pseudogradient of {self._holder} in step {offer.step} differs{how}, and {doubts}"
             self._to.unchecked.append(text)
             return
@@ -113,14 +118,40 @@ class OfferComparison:
         other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
         return f"the session ran {'; '.join(other)}. Check it with the session's versions" if other else ""
 
-    def _unrecorded(self, step: int) -> str:
-        """Return the log's words about rollouts until this step that the store did not take; "" if there are none.
+    @cached_property
+    def _lost_beginning(self) -> str:
+        """Return why it is not known how the session began; "" if it is known.
 
-        In their places may be bundles of others, on which the session did not train."""
+        Without its predecessor's leave record, only its log tells whether it took over moments or a residual."""
+        slot, generation = self._holder
+        told = [event["event"] for event in self._report.events if event["who"] == str(self._holder)]
+        if generation > 1 and "inherited" in told:
+            return f"it took over what {slot}-{generation - 1} left, whose record is gone"
+        if generation > 1 and not told:
+            return f"its log is gone, so it is not known whether it took over what {slot}-{generation - 1} left"
+        is_claimed = read_claim(self._store, slot, generation) is not None
+        return "" if is_claimed else "its claim is gone, so it is not known how many processes it had"
+
+    def _unlike_the_log(self, step: int, taken: Mapping[int, int]) -> str:
+        """Return why the session may have trained on other rollouts until this step; "" if its log tells of nothing.
+
+        The store did not take some of its rollouts, or the session found fewer bundles of others than stand in its
+        places now: it refused some, and its own bundles or its verdicts are gone, for example in an incomplete copy."""
         until = self._run.record.parent.outer_steps + step
-        lost = [e for e in self._report.of_kind("rollouts_lost") if (e["slot"], e["generation"]) == self._holder]
-        told = [e for e in lost if type(e.get("step")) is int and e["step"] <= until]
-        return f"in outer step {told[0]['step']}, {told[0].get('text', '')}" if told else ""
+        lost = [event for event in self._logged("rollouts_lost") if event["step"] <= until]
+        if lost:
+            return f"in outer step {lost[0]['step']}, {lost[0].get('text', '')}"
+        for t in sorted(t for t in taken if t <= until):
+            counts = [e.get("bundles") for e in self._logged("rollouts_found") if e["step"] == t]
+            found = sum(count for count in counts if type(count) is int)
+            if found < taken[t]:
+                return f"its log tells of {found} bundles of others in outer step {t}, and {taken[t]} are in its places"
+        return ""
+
+    def _logged(self, kind: str) -> list[dict[str, Any]]:
+        """Return the session's events of a kind that name an outer step."""
+        told = [e for e in self._report.of_kind(kind) if (e["slot"], e["generation"]) == self._holder]
+        return [event for event in told if type(event.get("step")) is int]
 
     @cached_property
     def _report(self) -> Report:

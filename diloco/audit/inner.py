@@ -17,6 +17,7 @@ processor or a GPU.
 """
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -203,8 +204,8 @@ class _Session(StandIn):
         delta = tensor.detach().numpy()
         lost, inherited = (self._recorded.lost, self._recorded.inherited) if self._recorded is not None else ("", "")
         self._comparison.compare(
-            delta, self._loop.thetas[0].numpy(), self._offers[self._step],
-            lost=lost, doubt=inherited or self._unknown_rate,
+            delta, self._loop.thetas[0].numpy(), self._offers[self._step], lost=lost,
+            doubt=inherited or self._unknown_rate, taken=self._recorded.taken if self._recorded is not None else {},
         )  # fmt: skip
         if self._step == max(self._offers):
             raise _Checked
@@ -245,13 +246,15 @@ class _Session(StandIn):
         """Return the number of replicas that the newest commit averaged; before any commit, the wanted number."""
         step = self.current_step()
         commit = self._chain.read(step - 1) if step else None
-        return len(commit.fresh_offers) if commit else self._asked_for[-1]
+        return len(commit.fresh_offers) if commit else (self._asked_for or [1])[-1]
 
     @cached_property
     def _asked_for(self) -> list[int]:
-        """Return the numbers of replicas that control records asked for until this session's first offer."""
+        """Return the numbers of replicas that control records asked for until this session's first offer.
+
+        The first record is older than each offer, whatever their writers' clocks say.   []: the records are gone."""
         until = self._offers[min(self._offers)].at
-        return [c.replicas for c in controls_above(self._store, -1) if c.replicas and c.at <= until] or [1]
+        return [c.replicas for c in controls_above(self._store, -1) if c.replicas and (c.n == 0 or c.at <= until)]
 
     @property
     def _unknown_rate(self) -> str:
@@ -259,7 +262,8 @@ class _Session(StandIn):
         numbers = sorted(set(self._asked_for))
         if min(self._offers) or len(numbers) == 1:
             return ""
-        return f"before the first commit, its learning rate depends on the number of replicas, which changed: {numbers}"
+        how = f"which changed: {numbers}" if numbers else f"and {layout.control_key(0)}, which says it, is gone"
+        return f"before the first commit, its learning rate depends on the number of replicas, {how}"
 
 
 class _Recorded(BucketPlaces):
@@ -287,6 +291,7 @@ class _Recorded(BucketPlaces):
         self._inherits_at = began if run.config.fleet.record_rollouts and generation > 1 else -1
         self.inherited = ""  # the rollouts that are gone and perhaps came with an earlier session's random states
         self.lost = ""  # the rollouts that are gone and cannot be made again: an actor may have sampled them
+        self.taken = Counter[int]()  # outer step -> bundles of others that stand in the session's places
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
@@ -317,7 +322,9 @@ class _Recorded(BucketPlaces):
         record, payload = read_record(body)
         if record.by == self.by and record.step != place.outer:
             self._other_step = self._key(place), record.step, payload
-        return super()._read(place, body, unfit)
+        bundle, why = super()._read(place, body, unfit)
+        self.taken[place.outer] += record.by != self.by and bundle is not None and not why
+        return bundle, why
 
     def _has_verdict(self, place: BundlePlace) -> bool:
         """Whether the slot has judged an actor's bundle in this place."""

@@ -1,6 +1,6 @@
 """The result of an audit: differences from the records, and unchecked parts.
 
-    differs   step, blob, replica, text          gone   in a run that keeps all: a difference; else: unchecked
+    differs   step, blob, replica, text      gone   needed, or in a run that keeps all: differs; else: unchecked
 
 Not promised: an order; the checks add their findings as they come.
 """
@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rendezvous.keeping.garbage import blob_stands
+from rendezvous.snapshots.record import newest_first
 from rendezvous.store import Store
 
 UNSEEN = "that a pseudogradient is the result of its replica's inner steps (--inner takes them again)"
@@ -87,10 +88,12 @@ class Findings:
         self.verdict.unchecked.append(text)
 
     def missing(self, step: int, blob: str, slot: str = "") -> None:
-        """Note a blob that is too short, which is a difference, or gone: a difference only if the run keeps all."""
+        """Note a blob that is too short, or gone.   A gone blob is no difference if a collector may have deleted it."""
         if blob_stands(self.store, blob, 1):
             self.differs(step, blob, slot, "is shorter than announced")
         elif self.keeps_all:
             self.differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
+        elif not any(snapshot.t > step for snapshot in newest_first(self.store) if snapshot.confirmed):
+            self.differs(step, blob, slot, "is gone, and no later snapshot replaces it: fleet.keep did not delete it")
         else:
             self.not_checked(f"step {step}: {blob} is gone (collected, fleet.keep)")

@@ -4,7 +4,8 @@
         ──▶ state_id = {slot}-{generation}/{outer step}/{n}.{rollout}:{turn}
         ──▶ TraceState: messages so far, action, reward of the rollout, error of the action, how unsure the group was
 
-    rollouts/{slot}/{g}/{bundle}.{attempt}.bundle    with fleet.record_rollouts: all rollouts, instead of the log's
+    rollouts/{slot}/{g}/{bundle}.{attempt}.bundle    with fleet.record_rollouts: all rollouts, instead of the log's,
+                                                     without those of actors that a replica doubted (replica/door.py)
         ──▶ state_id = {slot}/{g}/{outer step}/{bundle}.{attempt}.{rollout}:{turn}
         ──▶ and late_rewards, the rewards that came afterwards (late_rewards.py), by their names
 
@@ -17,8 +18,8 @@ replica and outer step), and a `kill -9` loses the replica's rollouts since its 
 """
 
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -28,11 +29,13 @@ from diloco.process.journal import rollout_head, rollout_line
 from diloco.run.config import ConfigError
 from inner import TraceState, TraceWarning, save_states
 from inner.masking import secrets_here
+from inner.printable import printable
 from inner.rollouts.rollout_states import bundle_rollouts, bundle_tokens, rollout_states
 from inner.rollouts.sample import SampledRollout
 from rendezvous import layout
-from rendezvous.records.judgements import LateReward
-from rendezvous.records.records import WireError
+from rendezvous.records.judgements import MOST_DOUBTS, LateReward, RolloutVerdict
+from rendezvous.records.records import WireError, decode_or_none
+from rendezvous.records.rollouts import Rollouts
 from rendezvous.store import Store
 
 ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what messages of another shape raise
@@ -45,9 +48,9 @@ def run_states(store: Store, run: str = "", *, sampled: bool = False) -> Iterato
     logged = _state_keys(store)
     listed = [] if sampled else store.list(layout.ROLLOUTS)
     if bundles := _bundles(listed):
-        tools, late = _tools_in(store, logged), late_rewards(store, listed, run)
+        tools, late, doubted = _tools_in(store, logged), late_rewards(store, listed, run), _doubted(store, listed)
         for key in bundles:
-            yield from _bundle_states(store, key, run, tools, late.get(key, []))
+            yield from _bundle_states(store, key, run, tools, late.get(key, []), doubted)
         return
     for key in logged:
         yield from _read_states(store, key)
@@ -100,6 +103,27 @@ def _bundles(listed: list[str]) -> list[str]:
     return sorted(key for key in listed if key.endswith(".bundle"))
 
 
+def _doubted(store: Store, listed: list[str]) -> dict[tuple[str, str], list[str]]:
+    """Return (slot, actor) -> the keys of the bundles that have a verdict with doubts."""
+    found = defaultdict[tuple[str, str], list[str]](list)
+    for key in (key for key in listed if key.endswith(".verdict")):
+        with suppress(ValueError):
+            verdict = decode_or_none(RolloutVerdict, read_listed(store, key))
+            if verdict is not None and verdict.doubts:
+                found[key.split("/")[1], verdict.actor].append(f"{key.removesuffix('verdict')}bundle")
+    return found
+
+
+def _does_count(record: Rollouts, key: str, doubted: Mapping[tuple[str, str], list[str]]) -> bool:
+    """Whether a replica might train on this bundle.   If not, warn, with the same words for each of an actor's."""
+    doubts = doubted.get((record.slot, record.actor), [])
+    if key not in doubts and sum(at < key for at in doubts) < MOST_DOUBTS:
+        return True
+    text = f"{record.slot} doubted rollouts of the actor {printable(record.actor)} (their verdicts have the reasons)"
+    warnings.warn(f"{text}. Those that it refused are left out.", TraceWarning, stacklevel=2)
+    return False
+
+
 def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     """Return the tools' schemas of the run, as the first sample in its log has them; {} without one."""
     for key in logged[:1]:
@@ -109,10 +133,15 @@ def _tools_in(store: Store, logged: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _bundle_states(store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward]) -> list[TraceState]:
+def _bundle_states(
+    store: Store, key: str, run: str, tools: dict[str, Any], late: list[LateReward],
+    doubted: Mapping[tuple[str, str], list[str]],
+) -> list[TraceState]:  # fmt: skip
     found = list[TraceState]()
     try:
         record, payload = checked_bundle(store, key, run)
+        if not _does_count(record, key, doubted):
+            return []
         rollouts = bundle_rollouts(bytes(payload), secrets_here())
         counts = len(rollouts), bundle_tokens(bytes(payload))
         if counts != (record.rollouts, record.tokens):

@@ -2,7 +2,7 @@
 
     an actor's bundle ── has it a verdict? ──▶ the verdict counts
           │ no
-          ├── its actor was doubted at MOST earlier places of this slot ──▶ not used, not checked
+          ├── its actor was doubted at MOST_DOUBTS earlier places of this slot ──▶ not used, not checked
           ├── the actor's first here, or drawn, or doubted once ──▶ one forward with weights/{t} ──▶ verdict, put_once
           └── else ──▶ used
 
@@ -39,7 +39,7 @@ from inner.rollouts.recording.found import is_truncated
 from rendezvous import layout
 from rendezvous.background import Emit, no_emit
 from rendezvous.clock import Clock
-from rendezvous.records.judgements import LARGE, RolloutVerdict
+from rendezvous.records.judgements import LARGE, MOST_DOUBTS, RolloutVerdict
 from rendezvous.records.records import decode_or_none, new_nonce
 from rendezvous.records.rollouts import Rollouts
 from rendezvous.store import Store, put_once
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from diloco.run.record import Run
     from inner.rollouts.recording.recorded import BundlePlace
 
-MOST = 2  # doubts after which an actor's later bundles are not used
 ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
 POSITIONS = 1 << 20  # in effect all: with the check's default of 32, 1 of 20 honest 8-bit bundles was doubted
 SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
@@ -105,7 +104,7 @@ class RolloutDoor:
             return not verdict.doubts
         earlier = [v for at, v in verdicts.items() if at < key and v.actor == record.actor]
         doubted = sum(bool(v.doubts) for v in earlier)
-        if doubted >= MOST:
+        if doubted >= MOST_DOUBTS:
             self._tell_once(place, key, record)
             return False
         seed = self._seed(place, key, record)
@@ -156,8 +155,8 @@ class RolloutDoor:
         if record.actor not in self._refused:
             self._refused.add(record.actor)
             text = (
-                f"the actor {record.actor} was doubted {MOST} times, so its later rollouts are not used. Repair it, "
-                "and start it under another name"
+                f"the actor {record.actor} was doubted {MOST_DOUBTS} times, so its later rollouts are not used. "
+                "Repair it, and start it under another name"
             )
             self._emit("rollouts_doubted", step=place.outer, key=key, actor=record.actor, text=text)
 

@@ -13,7 +13,9 @@ Not promised: that generation fits in memory, or that the template accepts an en
 rollout has.
 """
 
+import atexit
 import json
+import os
 import re
 import sys
 import time
@@ -231,3 +233,6 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    atexit._run_exitfuncs()  # which end a Pool's workers
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left

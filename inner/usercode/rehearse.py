@@ -12,6 +12,7 @@ A package that is missing here may exist where replicas run: `missing` names it,
 Not promised: that code which passes also works for other prompts and completions.
 """
 
+import atexit
 import importlib.util
 import json
 import os
@@ -201,3 +202,6 @@ def _write(path: Path, found: Rehearsal) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    atexit._run_exitfuncs()  # which end a Pool's workers
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left

@@ -11,8 +11,10 @@ This module runs in a child process, as in rehearse.py: the user's code may hang
 Not promised: a trial of an environment's tools, whose state only a rollout has; the same result for other prompts.
 """
 
+import atexit
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -248,3 +250,6 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    atexit._run_exitfuncs()  # which end a Pool's workers
+    sys.stdout.flush()
+    os._exit(0)  # Python would wait for threads that the user's code has left

@@ -93,7 +93,7 @@ class Reducer:
                 return
             self._clock.sleep(pause)
         raise Corrupt(
-            f"step {commit.t}: {trouble}, and there is no announced mean to use instead. Nothing was averaged; "
+            f"step {commit.t}: {trouble}, and no announced mean can be read instead. Nothing was averaged; "
             "restore the object from a backup, or start again from an exported earlier step"
         )
 

@@ -14,6 +14,7 @@ from rendezvous import layout
 from rendezvous.records.records import Count, Record, Step, UnixTime, Word
 from rendezvous.records.schema import Longest, Where, Within
 
+MOST_DOUBTS = 2  # doubts after which an actor's later bundles are not used
 LARGE = 1e9  # a verdict has this in place of a larger number, or of NaN
 RewardName = Annotated[str, Longest(64), Where(layout.is_word, "name of letters, digits and _")]
 RewardValue = Annotated[float, Within(-1e18, 1e18)]  # the limits of rewards in training (docs/rewards.md)

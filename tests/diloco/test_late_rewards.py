@@ -29,7 +29,7 @@ from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.errors import StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach
-from rendezvous.records.judgements import LateReward
+from rendezvous.records.judgements import LateReward, RolloutVerdict
 from rendezvous.records.rollouts import read_record, seal_bundle
 from rendezvous.stores.files import FileStore
 from rendezvous.stores.memory import MemoryStore
@@ -295,6 +295,25 @@ def test_two_attempts_of_one_step_have_names_of_their_own() -> None:
     run.store.put(KEY.replace("0000.0.", "0000.1."), run.store.get(KEY) or b"")
     names = [state["state_id"] for state in run_states(run.store)]
     assert len(set(names)) == len(names) and {name.split(".")[1] for name in names} == {"0", "1"}
+
+
+def test_rollouts_of_an_actor_that_a_replica_doubted_are_no_traces() -> None:
+    """Before: pairs were made of a false actor's rollouts, with the rewards that it wrote."""
+    store = (run := a_run()).store
+    sampled = replace(bundle(), logprobs=[[-1.0] * len(ids) for ids in bundle().ids])
+    at = [HERE._replace(generation=g) for g in (50, 51, 52, 53)]
+    for place in at:
+        assert places(store, by=0, actor="a01").deliver(place, sampled)
+        assert places(store, by=0, actor="a02").deliver(place._replace(bundle=1), sampled)
+    for place, doubts in zip(at, ("too far", "", "too far"), strict=False):
+        key = layout.bundle_key("r01", place.generation, 0, 0)
+        said = RolloutVerdict("x", "a01", by=1, step=5, disagreement=1.0, surprise=9.0, doubts=doubts, nonce="n")
+        store.put(layout.beside_bundle(key, "verdict"), said.encode())
+    store.put(KEY.replace("bundle", "verdict"), b"no verdict")
+    with pytest.warns(TraceWarning, match="r01 doubted rollouts of the actor a01 .*it refused are left out") as told:
+        names = {state["state_id"].rpartition(".")[0] for state in run_states(store, run.record.nonce)}
+    assert names == {"r01/42/5/0.0", "r01/51/5/0.0", *(f"r01/{g}/5/1.0" for g in (50, 51, 52, 53))}
+    assert len({str(one.message) for one in told}) == 1, "the command prints it once"
 
 
 def test_what_is_pushed_to_the_hub_is_the_logs_sample_and_no_bundle(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from diloco.audit.comparison import Holder, OfferComparison
 from diloco.audit.inner import recompute_offers
 from diloco.audit.verdict import Verdict
 from diloco.model.late_rewards import give_reward
@@ -38,7 +39,7 @@ from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
 from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach, read_reach
-from rendezvous.records.records import Offer
+from rendezvous.records.records import Claim, Offer
 from rendezvous.records.rollouts import read_record
 from rendezvous.store import PatientStore, Store
 from rendezvous.stores.files import FileStore
@@ -93,6 +94,7 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     write_control(killed.store, SystemClock(), replicas=5)  # before: step 0 got the learning rate of 5 replicas
     found = audited(killed)
     assert (found.equal, found.off, found.unchecked, found.remade) == (4, [], [], 0)
+    _the_first_control_record_gives_the_first_learning_rate(killed)
     bundles = sorted(Path(killed.url).glob("rollouts/*/*/*.bundle"))
     assert len(bundles) == 2 * 2 * 4
     _other_settings_give_others(killed)
@@ -111,6 +113,19 @@ def test_a_replica_killed_in_a_generation_is_replaced_in_the_same_bits(tmp_path:
     last.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])  # a bit of its record: step 0 in place of 1
     (_, found) = audited(killed).off
     assert found[1].endswith("/0000000007/0000.0.bundle") and "names outer step 0, and it was sampled on" in found[3]
+
+
+def _the_first_control_record_gives_the_first_learning_rate(fleet: Fleet) -> None:
+    """Before: if its writer's clock was ahead, or the record was gone, each session was accused."""
+    record = Path(fleet.url, layout.control_key(0))
+    written = record.read_text()
+    record.write_text(re.sub(r'"at":[0-9.]+', '"at":9e9', written))
+    assert (audited(fleet).equal, audited(fleet).off) == (4, [])
+    record.unlink()
+    found = audited(fleet)
+    record.write_text(written)
+    assert not found.off and all("control/000000.json, which says it, is gone" in text for text in found.unchecked)
+    assert len(found.unchecked) == 4
 
 
 def _other_settings_give_others(fleet: Fleet) -> None:
@@ -134,6 +149,18 @@ def _other_settings_give_others(fleet: Fleet) -> None:
     added.unlink()
     assert sorted(name for _, _, name, _ in found_then.off) == ["r00-1", "r01-2", "r01-2"]
     assert [one for one in found_then.unchecked if "and in outer step 1, no answer" in one and "r00-1" in one]
+    bundle = Path(fleet.url, "rollouts/r01/0000000005/0000.0.bundle")
+    own = bundle.read_bytes()
+    bundle.write_bytes(own.replace(b'"by":2,', b'"by":1,'))  # as if its own were gone, and one of another stood there
+    found_then = recompute_offers(run)
+    bundle.write_bytes(own)
+    assert sorted((step, name) for step, _, name, _ in found_then.off) == [(0, "r00-1"), (0, "r01-2"), (1, "r00-1")]
+    (text,) = found_then.unchecked
+    assert text.endswith("its log tells of 0 bundles of others in outer step 1, and 1 are in its places")
+    (log := Path(fleet.url, "log", "r01-2")).rename(aside := Path(fleet.url).with_name("aside"))
+    found_then = recompute_offers(run)
+    aside.rename(log)
+    assert sorted(name for _, _, name, _ in found_then.off) == ["r00-1", "r00-1"] and len(found_then.unchecked) == 2
     verdict = Verdict([0])
     found.add_to(verdict)
     assert verdict.good and verdict.lines()[-1].endswith("is equal; 4 parts were not checked (see above)")
@@ -373,6 +400,28 @@ def test_a_session_is_unlucky_after_two_without_counted_work_and_an_audit_sees_t
     monkeypatch.setattr(data_position, "read_offers", offers)
     assert data_position.is_unlucky(MemoryStore("memory://x"), "r01", generation) == is_so
     assert len(asked) == reads
+
+
+@pytest.mark.parametrize(
+    ("generation", "told", "claimed", "words"),
+    [
+        (1, [], True, ""),
+        (2, ["joined"], True, ""),
+        (2, ["joined", "inherited"], True, "it took over what r01-1 left, whose record is gone"),
+        (2, [], True, "its log is gone, so it is not known whether it took over what r01-1 left"),
+        (1, [], False, "its claim is gone, so it is not known how many processes it had"),
+    ],
+)
+def test_a_session_whose_beginning_is_lost_is_not_accused(
+    generation: int, told: list[str], claimed: bool, words: str
+) -> None:
+    """A copy of a live run may have its pseudogradients, but no leave record, log or claim of an earlier moment."""
+    store, compared = MemoryStore("memory://x"), OfferComparison.__new__(OfferComparison)
+    if claimed:
+        store.put(layout.claim_key("r01", generation), Claim("r01", generation, "n", 0.0).encode())
+    report = SimpleNamespace(events=[{"who": f"r01-{generation}", "event": kind} for kind in told])
+    vars(compared).update(_holder=Holder("r01", generation), _store=store, _report=report)
+    assert compared._lost_beginning == words
 
 
 def test_rollouts_whose_texts_no_bundle_holds_are_trained_on_and_not_recorded() -> None:

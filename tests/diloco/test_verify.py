@@ -101,6 +101,19 @@ def test_a_flipped_bit_is_found_by_name(run: Path, pattern: str, step: int, slot
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before, "nothing is put back"
 
 
+def test_a_gone_blob_that_no_collector_can_have_deleted_is_a_difference(run: Path) -> None:
+    """Before: "collected, fleet.keep", and exit code 0, though no replica could compute θ again."""
+    shutil.rmtree(run / f"snapshots/{STEPS:010d}")  # as before the run's end
+    last = [the_one(run, f"steps/{STEPS - 1:010d}/{what}") for what in ("delta/r01-*.bin", "mean/*.bin")]
+    early = the_one(run, "steps/0000000000/delta/r01-*.bin")
+    for path in (*last, early):
+        path.unlink()
+    found = verified(run)
+    assert {d.blob for d in found.differences} == {path.relative_to(run).as_posix() for path in last}
+    assert "no later snapshot replaces it" in found.differences[0].text
+    assert any(f"{early.name} is gone (collected, fleet.keep)" in text for text in found.unchecked)
+
+
 def test_an_announcement_of_an_absurd_size_is_a_difference_and_takes_no_memory(run: Path) -> None:
     path = the_one(run, "steps/0000000002/mean/*.json")
     path.write_text(re.sub(r'"size":\d+', f'"size":{1 << 53}', path.read_text()))

@@ -15,6 +15,7 @@ from executors.cli.checking.verbs import check_lines
 from executors.cli.main import main
 from inner import InnerConfig, InnerError
 from inner.models.known import folder_or_refusal
+from inner.usercode.rehearse import ask_child
 from inner.usercode.trial import (
     PromptTrial,
     Trial,
@@ -75,6 +76,17 @@ def test_it_scores_the_rows_answers_the_given_text_and_nothing(
     assert (told["prompts"], told["template"], len(told["trials"])) == (5, True, 3)
     found = [[(s["source"], s["reward"]) for s in t["scored"]] for t in told["trials"]]
     assert found == [[("answer", 1.0), ("given", float(n == 1)), ("empty", 0.0)] for n in range(3)]
+
+
+@pytest.mark.parametrize("module", ["rehearse", "trial"])
+def test_threads_that_a_reward_leaves_are_not_waited_for(project: Path, module: str) -> None:
+    """Before: `check` showed nothing until its time was over, because Python waited for them."""
+    leaves = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    (project / "rewards.py").write_text(leaves + GOOD)
+    config = load_config(project / "run.toml")
+    asked = {"rows": 1, "given": [], "steps": 1}
+    found = ask_child(f"inner.usercode.{module}", config.inner, config.user_files(), asked, time_s=120.0)
+    assert not found.late and found.answer is not None and not found.answer.get("refused")
 
 
 def test_an_answer_that_no_completion_has_room_for_is_told(project: Path) -> None:

@@ -457,6 +457,17 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(monkeypatch):
     assert scripts == {"diloco": f"{entry.__module__}:{entry.__name__}"}
 
 
+def test_a_command_ends_though_a_thread_of_the_users_code_does_not() -> None:
+    """Before: `diloco eval` printed its result and did not end."""
+    code = (
+        "import sys, threading, executors.cli.__main__ as entry, executors.cli.main as cli\n"
+        "cli.main = lambda: threading.Thread(target=threading.Event().wait).start() or 3\n"
+        "entry.END_S = 0.1\nsys.exit(entry.main())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=120).returncode == 3
+
+
 @pytest.mark.parametrize(
     ("upper", "lower", "expected"),
     [
