@@ -73,13 +73,17 @@ class Verdict:
         return f"; {count} parts were not checked (see above)" if count and self.thetas else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
-    """A verdict that the checks fill.   store: the run's store.   keeps_all: whether the run deletes no blob."""
+    """A verdict that the checks fill.   store: the run's store.   keeps_all: whether the run deletes no blob.
+
+    replaced_until: step of the newest confirmed snapshot that was seen; -1: none yet.
+    """
 
     verdict: Verdict
     store: Store
     keeps_all: bool
+    replaced_until: int = -1
 
     def differs(self, step: int, blob: str, slot: str, text: str) -> None:
         self.verdict.differences.append(Difference(step, blob, slot, text))
@@ -93,7 +97,14 @@ class Findings:
             self.differs(step, blob, slot, "is shorter than announced")
         elif self.keeps_all:
             self.differs(step, blob, slot, "is gone, and this run keeps everything (fleet.keep)")
-        elif not any(snapshot.t > step for snapshot in newest_first(self.store) if snapshot.confirmed):
+        elif not self._is_replaced(step):
             self.differs(step, blob, slot, "is gone, and no later snapshot replaces it: fleet.keep did not delete it")
         else:
             self.not_checked(f"step {step}: {blob} is gone (collected, fleet.keep)")
+
+    def _is_replaced(self, step: int) -> bool:
+        """Whether a confirmed snapshot is newer than the step's bytes, which a collector may then delete."""
+        if self.replaced_until <= step:  # a live run writes snapshots, so look again
+            confirmed = (snapshot.t for snapshot in newest_first(self.store) if snapshot.confirmed)
+            self.replaced_until = next(confirmed, -1)
+        return self.replaced_until > step

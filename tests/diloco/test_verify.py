@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from diloco.audit.records import why_ineligible
-from diloco.audit.verdict import Verdict
+from diloco.audit.verdict import Findings, Verdict
 from diloco.audit.verify import verify
 from diloco.model.give_back import plan_gc
 from diloco.run.config import ConfigError
@@ -112,6 +112,16 @@ def test_a_gone_blob_that_no_collector_can_have_deleted_is_a_difference(run: Pat
     assert {d.blob for d in found.differences} == {path.relative_to(run).as_posix() for path in last}
     assert "no later snapshot replaces it" in found.differences[0].text
     assert any(f"{early.name} is gone (collected, fleet.keep)" in text for text in found.unchecked)
+
+
+def test_blobs_that_are_gone_cost_one_look_at_the_snapshots(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, looked = FileStore(str(run)), list[str]()
+    real = store.list
+    monkeypatch.setattr(store, "list", lambda prefix: (looked.append(prefix), real(prefix))[1])
+    found = Findings(Verdict(), store, keeps_all=False)
+    for t in range(STEPS):
+        found.missing(t, layout.delta_blob(t, "r00", 1, "gone"))
+    assert len(found.verdict.unchecked) == STEPS and looked.count(layout.SNAPSHOTS) == 1
 
 
 def test_an_announcement_of_an_absurd_size_is_a_difference_and_takes_no_memory(run: Path) -> None:
