@@ -22,6 +22,7 @@ import pytest
 
 from executors.cli import opening
 from executors.cli.main import main
+from executors.preflight import quote
 from rendezvous.stores.open import open_store
 from tests.executors.test_unreadable_runs import COMMANDS
 from tests.support.puppets import PuppetRun
@@ -147,6 +148,17 @@ def test_a_silent_bucket_is_named_while_the_command_waits(
     s3.fault("slow", op="GetObject", until=said)
     assert called("status", good, tmp_path) == 0
     assert "waiting for the bucket: 0 s without a result" in capsys.readouterr().err
+
+
+def test_a_silent_platform_is_named_while_plan_waits(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Before: without a network, `plan` for Modal said nothing for two minutes."""
+    said, real = threading.Event(), quote.quote_start
+    monkeypatch.setattr(opening, "NOTICE_S", 0.01)
+    monkeypatch.setattr(opening, "say", lambda text: (print(text, file=sys.stderr), said.set()))
+    monkeypatch.setattr(quote, "quote_start", lambda *args, **more: (said.wait(30), real(*args, **more))[1])
+    (tmp_path / "run.toml").write_text('name = "quiet"\n')
+    assert main(["plan", str(tmp_path / "run.toml")]) == 0
+    assert "waiting for the platform: 0 s without a result" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status", "stop"])  # requests from other threads, and from the main thread

@@ -14,7 +14,7 @@ from diloco.process import exitcodes
 from diloco.run.config import RunConfig
 from diloco.run.founding import TRAINED, refuse_another, refuse_fewer_steps, refuse_headless, refuse_nested
 from executors.cli.answers import Answer
-from executors.cli.opening import finished_words
+from executors.cli.opening import finished_words, notice_of_silence
 from executors.cli.starting.again import both_records
 from executors.preflight import outlook, quote, run_url
 from executors.preflight.checks import Checked
@@ -34,7 +34,8 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
     places = quote.wanted_places(asked.places, bucket.wanted.places)
     named = replace(asked, url=outlook.stand_in_url(asked.url, places))
     is_new = not bucket.url or bool(bucket.note)
-    offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, is_new=is_new)
+    with notice_of_silence("the platform"):
+        offer = quote.quote_start(named, config, config.fleet.replicas, wanted=bucket.wanted, is_new=is_new)
     replicas = asked.fleet.replicas or config.fleet.replicas
     steps = asked.fleet.steps or config.fleet.steps
     devices = min(place.devices for place in places if not place.actors)  # fewest devices: most bytes per device
