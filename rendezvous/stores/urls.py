@@ -74,3 +74,13 @@ def plain_url(url: str) -> str:
     if url != url.strip():
         raise ValueError(f"this {url.strip().partition(':')[0]}:// URL begins or ends with a blank; remove it")
     return url
+
+
+def bucket_url(url: str) -> str:
+    """Return a bucket's URL unchanged.   Raise ValueError as `plain_url` does, and for `.` and `..` in its path."""
+    if dots := {".", ".."} & {*url.partition("?")[0].split("/")}:
+        raise ValueError(
+            f"this {url.partition(':')[0]}:// URL has {max(dots)!r} as the name of a folder, and a bucket knows no "
+            "folder above or beside another. Write the URL without it"
+        )
+    return plain_url(url)

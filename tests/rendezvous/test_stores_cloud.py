@@ -510,6 +510,12 @@ def test_a_wrong_url_says_what_is_right(url: str, words: str) -> None:
         open_store(url)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "modal"])
+def test_a_bucket_has_no_folder_above_another(scheme: str) -> None:
+    with pytest.raises(ValueError, match=r"URL has '\.\.' as the name of a folder"):
+        open_store(f"{scheme}://buckets/me/a/../b?region=../x")
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "modal", "fsspec+s3"])
 @pytest.mark.parametrize("end", ["exp#1", "exp#1?endpoint=https://other", "exp\t1", "exp\n", "exp1 "])
 def test_what_a_parser_drops_from_a_url_is_refused(scheme: str, end: str) -> None:

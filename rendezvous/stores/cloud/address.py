@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from rendezvous.stores.cloud.credentials import aws_file, keys_of, profile_in
-from rendezvous.stores.urls import plain_url
+from rendezvous.stores.urls import bucket_url
 
 HF_GATEWAY = "https://s3.hf.co"
 OPTIONS = ("endpoint", "region")  # options that a URL's query may have; none is secret
@@ -40,7 +40,7 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """Parse the URL of a bucket.   Raise ValueError for a wrong URL; the error's text has no possible secrets."""
-    plain_url(url)
+    bucket_url(url)
     try:
         parts = urlsplit(url)
         plain = parts.netloc.rpartition("@")[2]

@@ -32,7 +32,7 @@ from rendezvous.store import Body, Buffer, body_bytes, in_pieces, plain_key, pla
 from rendezvous.stores.modal.blocks import blocks_of
 from rendezvous.stores.modal.mirror import KEPT, OBJ, Mirror, pointer_to
 from rendezvous.stores.modal.wire import Wire
-from rendezvous.stores.urls import plain_url
+from rendezvous.stores.urls import bucket_url
 
 INLINE = 1 << 20  # Modal recommends entries below 5 MiB
 LISTED_S = 5.0  # seconds for which the result of one scan of all keys is reused
@@ -190,7 +190,7 @@ class ModalStore:
 
 def parse_url(url: str) -> tuple[str, str, str]:
     """Parse a URL: "modal://NAME/a/b?environment=E" -> "NAME", "a/b/", "E".   Raise ValueError for a wrong URL."""
-    rest, _, query = plain_url(url).removeprefix("modal://").partition("?")
+    rest, _, query = bucket_url(url).removeprefix("modal://").partition("?")
     name, _, prefix = rest.partition("/")
     options = dict(parse_qsl(query, keep_blank_values=True))
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
