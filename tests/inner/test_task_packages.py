@@ -264,9 +264,9 @@ class LaxTaskset(vf.Taskset[LaxTask, vf.TasksetConfig]):
 @pytest.mark.parametrize(
     ("declared", "data", "words"),
     [
-        ("[LaxData]", "info={'pair': (1, 2)}", r"another: info = \{'pair': \(1, 2\)\} is \{'pair': \[1, 2\]\}\. Give"),
-        ("[LaxData]", "info={'m': {1: 2}}", r"another: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give"),
-        ("[LaxData]", "top=math.inf", r"another: top: Input should be a valid number\. Give that field of LaxData"),
+        ("[LaxData]", "info={'pair': (1, 2)}", r"changed: info = \{'pair': \(1, 2\)\} is \{'pair': \[1, 2\]\}\. Give"),
+        ("[LaxData]", "info={'m': {1: 2}}", r"changed: info = \{'m': \{1: 2\}\} is \{'m': \{'1': 2\}\}\. Give"),
+        ("[LaxData]", "top=math.inf", r"changed: top: Input should be a valid number\. Give that field of LaxData"),
         ("", "info={}", r"the class LaxTask declares TaskData, so a reward .*: class LaxTask\(vf.Task\[LaxData\]\)\."),
     ],
 )
