@@ -85,7 +85,7 @@ class Generations:
                 self.places.store, clock, self._tell, self._check, run=RUN, slot=self.p.slot, by=self.rv.generation,
                 share=self.plan.share, parent=0,
             )  # fmt: skip
-        self.is_lost = False
+        self.lost_in = -1  # the newest outer step in which the store did not take, or give, its rollouts
         self.data = self._begin()
 
     def _makes_anew(self) -> bool:
@@ -107,7 +107,8 @@ class Generations:
 
     def _tell(self, event: str, **fields: object) -> None:
         self.w.fired[f"told: {event}"] += 1
-        self.is_lost |= event == "rollouts_lost"
+        if event == "rollouts_lost":
+            self.lost_in = int(str(fields["step"]))
         if event == "rollouts_found":
             self.w.fired["too old"] += int(str(fields["expired"]))
 
@@ -121,7 +122,7 @@ class Generations:
         self.rv.members.status.data = self.data
 
     def _train_on(self, place: BundlePlace) -> None:
-        self.is_lost, began, asked = False, self.w.now, self.w.bundles.requests(self.p)
+        began, asked = self.w.now, self.w.bundles.requests(self.p)
         unfit = lambda bundle: self._unfit(place, bundle)  # noqa: E731
         found, is_made = self.places.find(place, unfit), False
         if found is None:
@@ -130,7 +131,13 @@ class Generations:
             found = self.places.put(place, made, unfit)
             is_made = found is made
         self.w.bundles.trained(
-            self.p, place, found, is_lost=self.is_lost, is_made=is_made, took=self.w.now - began, asked=asked
+            self.p,
+            place,
+            found,
+            is_lost=self.lost_in == place.outer,
+            is_made=is_made,
+            took=self.w.now - began,
+            asked=asked,
         )
 
     def _unfit(self, place: BundlePlace, bundle: Bundle) -> str:
