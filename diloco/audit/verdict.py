@@ -92,7 +92,7 @@ class Findings:
         self.verdict.unchecked.append(text)
 
     def missing(self, step: int, blob: str, slot: str = "") -> None:
-        """Note a blob that is too short, or gone.   A gone blob is no difference if a collector may have deleted it."""
+        """Note a blob that is too short, or gone.   A collector may have deleted it: then it is no difference."""
         if blob_stands(self.store, blob, 1):
             self.differs(step, blob, slot, "is shorter than announced")
         elif self.keeps_all:

@@ -130,7 +130,7 @@ def give_share(loader: Any, share: Share, used: int, *, is_alone: bool) -> bool:
     if inner is None or not hasattr(inner, "data_source"):
         return False
     if used or not is_alone:
-        passes, rest = divmod(used, -(-len(batches) // ranks))  # the last batch of a pass may have fewer rows
+        passes, rest = divmod(used, max(1, -(-len(batches) // ranks)))  # the last batch of a pass may have fewer rows
         batches.sampler = ShareSampler(inner, share, passes * len(inner) + rest * batches.batch_size * ranks)
     return True
 

@@ -13,9 +13,7 @@ Not promised: that generation fits in memory, or that the template accepts an en
 rollout has.
 """
 
-import atexit
 import json
-import os
 import re
 import sys
 import time
@@ -32,7 +30,7 @@ from inner.data.rendering import render_text
 from inner.data.template_fault import template_fault
 from inner.settings.inner import Files, InnerConfig, InnerError, Seeds
 from inner.settings.task import EVAL, setting_of
-from inner.usercode.rehearse import ask_child, read_asked
+from inner.usercode.rehearse import ask_child, end_child, read_asked
 
 TIME_S = 120.0
 PROMPTS_S = 30.0
@@ -233,6 +231,4 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    atexit._run_exitfuncs()  # which end a Pool's workers
-    sys.stdout.flush()
-    os._exit(0)  # Python would wait for threads that the user's code has left
+    end_child()

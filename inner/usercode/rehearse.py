@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from inner.errors import SandboxMissing
 from inner.settings.inner import Files, InnerConfig, InnerError
@@ -133,6 +133,13 @@ def _explain_exit(config: InnerConfig, code: int, stderr: str) -> str:
 # -------------------------------------------------------------------- in the child process
 
 
+def end_child() -> NoReturn:
+    """End this process and its Pools' workers.  Python would wait for threads that the user's code has left."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def read_asked(asked: Mapping[str, Any]) -> tuple[InnerConfig, Files]:
     """Return the config and the files that the parent gave to `ask_child`; store its folders and steps for messages."""
     reward_words.FOLDERS[:] = asked["folders"]
@@ -202,6 +209,4 @@ def _write(path: Path, found: Rehearsal) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    atexit._run_exitfuncs()  # which end a Pool's workers
-    sys.stdout.flush()
-    os._exit(0)  # Python would wait for threads that the user's code has left
+    end_child()

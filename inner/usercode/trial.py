@@ -11,10 +11,8 @@ This module runs in a child process, as in rehearse.py: the user's code may hang
 Not promised: a trial of an environment's tools, whose state only a rollout has; the same result for other prompts.
 """
 
-import atexit
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,7 @@ from inner.printable import first_line
 from inner.settings.inner import Files, InnerConfig, InnerError
 from inner.settings.task import setting_of
 from inner.usercode.apart import take_notes
-from inner.usercode.rehearse import ask_child, read_asked
+from inner.usercode.rehearse import ask_child, end_child, read_asked
 from inner.usercode.reward_form import call_of, candidates, likeliest_cause, weighted_sum
 
 MOST_PROMPTS = 1000  # at most so many prompts whose lengths are measured
@@ -250,6 +248,4 @@ def main(asked: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
-    atexit._run_exitfuncs()  # which end a Pool's workers
-    sys.stdout.flush()
-    os._exit(0)  # Python would wait for threads that the user's code has left
+    end_child()
