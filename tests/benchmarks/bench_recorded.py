@@ -3,7 +3,7 @@
     python -m tests.benchmarks.bench_recorded               5 pairs of 20 steps of ToolWorld, batch 64, 1 minute
     python -m tests.benchmarks.bench_recorded --gguf FILE   SmolLM2 on arithmetic, 2 pairs of 3 steps, 10 minutes
 
-    one pair: with and without, in changing order    ratio = seconds with / seconds without, of steps after the first
+    one pair: with and without, in changing order    ratio = seconds with / without, of the median step after the first
     floor: one PUT of 4 bytes per token, 5 with tools, and 16 kB; one GET in the first step (a run without actors)
 
 The folder is this machine's disk.  Both runs of a pair end with the same bits in every parameter, or this fails.
@@ -12,6 +12,7 @@ The folder is this machine's disk.  Both runs of a pair end with the same bits i
 import argparse
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +30,7 @@ REWARD = "def reward(completions, **_):\n    return [float(len(str(c)) % 7) for 
 
 
 def run(config: InnerConfig, folder: Path, files: dict[str, Path], steps: int, to: Path | None) -> tuple[float, Any]:
-    """Seconds per step after the first, and the parameters."""
+    """Seconds of the median step after the first, and the parameters."""
     loop: Any = build_inner(config, folder, files, Seeds(data=0, noise=0))
     if to is not None:
         told = lambda event, **fields: print(event, fields)  # noqa: E731
@@ -44,7 +45,8 @@ def run(config: InnerConfig, folder: Path, files: dict[str, Path], steps: int, t
         return len(at) > steps
 
     loop.train(stop)
-    return (at[-1] - at[0]) / steps, torch.cat([p.detach().flatten() for p in loop.model.parameters()])
+    seconds = median(after - before for before, after in pairwise(at))
+    return seconds, torch.cat([p.detach().flatten() for p in loop.model.parameters()])
 
 
 def bytes_per_token(folder: Path) -> tuple[float, float]:

@@ -13,12 +13,13 @@ unpack.py reads them again.
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import safetensors.torch
+import safetensors.numpy
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -40,7 +41,7 @@ class RandomStates:
         tensors = {
             "torch": torch.random.get_rng_state(),
             "numpy": torch.from_numpy(np.asarray(keys, np.int64)),
-            "python": torch.tensor(words, dtype=torch.int64),
+            "python": torch.from_numpy(np.fromiter(words, np.int64)),
         }
         if torch.cuda.is_available():
             tensors["cuda"] = torch.cuda.get_rng_state()
@@ -84,23 +85,23 @@ class Bundle:
 
     def pack(self) -> bytes:
         """Return the bundle's bytes.   Raise ValueError for more texts than a safetensors header holds (100 MB)."""
-        texts = [json.dumps(prompt, default=str) for prompt in self.prompts]  # a tool's result may hold anything
-        once = list(dict.fromkeys(texts))
-        place = {text: i for i, text in enumerate(once)}
+        written = json.JSONEncoder(default=str).encode  # a tool's result may hold anything
+        texts = [written(prompt) for prompt in self.prompts]
+        place = {text: i for i, text in enumerate(dict.fromkeys(texts))}
         tensors = {
             "prompt_lengths": _lengths(self.prompt_ids),
-            "prompt_ids": _flat(self.prompt_ids, torch.int32),
+            "prompt_ids": _flat(self.prompt_ids, np.int32),
             "lengths": _lengths(self.ids),
-            "ids": _flat(self.ids, torch.int32),
-            "rewards": self.rewards.detach().float().cpu().contiguous(),
-            **self.random.tensors,
+            "ids": _flat(self.ids, np.int32),
+            "rewards": self.rewards.detach().float().cpu().contiguous().numpy(),
+            **{name: tensor.numpy() for name, tensor in self.random.tensors.items()},
         }
         if self.mask is not None:
-            tensors["mask"] = _flat(self.mask, torch.uint8)
+            tensors["mask"] = _flat(self.mask, np.uint8)
         if self.logprobs is not None:
-            tensors["logprobs"] = _flat(self.logprobs, torch.float32)
+            tensors["logprobs"] = _flat(self.logprobs, np.float32)  # numpy reads None as NaN
         said = {
-            "prompts": [json.loads(text) for text in once],
+            "prompts": list(dict(zip(texts, self.prompts, strict=True)).values()),
             "prompt_of": [place[text] for text in texts],
             "completions": list(self.completions),
             "names": list(self.names),
@@ -109,9 +110,9 @@ class Bundle:
             "calls": list(self.calls),
             "random": dict(self.random.numbers),
         }
-        texts_of_all = json.dumps(said, default=str)
+        texts_of_all = written(said)
         try:
-            return safetensors.torch.save(tensors, {"bundle": texts_of_all})
+            return safetensors.numpy.save(tensors, {"bundle": texts_of_all})
         except SafetensorError as error:
             raise ValueError(f"their {len(texts_of_all):,} bytes of texts do not fit into a bundle: {error}") from error
 
@@ -120,10 +121,9 @@ class TooFar(str):
     """The reason for a bundle whose weights are too far from the present weights (drift.py)."""
 
 
-def _lengths(rows: Sequence[Sequence[Any]]) -> Tensor:
-    return torch.tensor([len(row) for row in rows], dtype=torch.int32)
+def _lengths(rows: Sequence[Sequence[Any]]) -> np.ndarray:
+    return np.fromiter(map(len, rows), np.int32)
 
 
-def _flat(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> Tensor:
-    nan = float("nan")
-    return torch.tensor([nan if x is None else x for row in rows for x in row], dtype=dtype)
+def _flat(rows: Iterable[Iterable[Any]], dtype: type[np.number]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), dtype)  # half the time of an array of a list
