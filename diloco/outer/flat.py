@@ -149,6 +149,11 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             "not averaged, and replicas would differ. Put them into evaluation mode (module.eval()), make them with "
             "track_running_stats=False, or use LayerNorm or GroupNorm"
         )
+    if callable(getattr(optimizer, "eval", None)):
+        raise OuterError(
+            f"{type(optimizer).__name__} has an eval(), as schedule-free optimizers have: its state is a second set of "
+            "weights, which an outer step does not move. Use another one, such as AdamW with a learning rate schedule"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [n for n, p in parameters if id(p) not in held]:
         raise OuterError(

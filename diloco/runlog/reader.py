@@ -118,8 +118,7 @@ class Report:
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Return the events of these kinds, by time."""
-        found = sorted(i for kind in kinds for i in self._index.get(kind, ()))
-        return [self.events[i] for i in found]
+        return [self.events[i] for i in sorted(i for kind in kinds for i in self._index.get(kind, ()))]
 
     @cached_property
     def _index(self) -> dict[str, list[int]]:

@@ -244,8 +244,7 @@ class Executor(Platform, FleetExecutor, ABC):
 
     @in_turn
     def orphans(self, run: str, known: Collection[Handle]) -> list[Handle]:
-        natives = {h.native for h in known}
-        return [h for h in self.alive(run) if h.native not in natives]
+        return [h for h in self.alive(run) if h.native not in {other.native for other in known}]
 
     @in_turn
     def sweep(self, run: str) -> list[str]:

@@ -65,5 +65,4 @@ def step_in_generation(micro: int, accumulated: int, per_generation: int, served
     step = micro // accumulated * accumulated
     generation = micro // served * served
     first = max(step, generation)
-    end = min(step + accumulated, generation + served)
-    return [m % per_generation for m in range(first, end)]
+    return [m % per_generation for m in range(first, min(step + accumulated, generation + served))]

@@ -30,8 +30,7 @@ class PrecisionWarning(UserWarning):
 
 def casts_products(autocast: str, weights: str, gpu_has_bfloat16: bool) -> bool:
     """Whether this run computes matrix products in bfloat16.   autocast, weights: inner.autocast and inner.dtype."""
-    wanted = gpu_has_bfloat16 if autocast == "auto" else autocast == "bfloat16"
-    return wanted and weights == "float32"
+    return weights == "float32" and (gpu_has_bfloat16 if autocast == "auto" else autocast == "bfloat16")
 
 
 def gpu_has_bfloat16() -> bool:

@@ -50,6 +50,15 @@ def test_two_optimizers_for_one_model_are_refused() -> None:
     check_model(model, sgd(model[0]))
 
 
+def test_a_schedule_free_optimizer_is_refused() -> None:
+    """Before: its second set of weights stayed where it was, and drew the parameters back after each outer step."""
+    model = nn.Linear(2, 1)
+    optimizer: Any = sgd(model)
+    optimizer.train = optimizer.eval = lambda: None
+    with pytest.raises(OuterError, match=r"SGD has an eval\(\), as schedule-free optimizers have"):
+        check_model(model, optimizer)
+
+
 @pytest.mark.parametrize("torchft", [True, False])
 def test_one_manager_drives_one_loop(torchft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: on a machine without torchft, two loops took each other's steps."""

@@ -274,8 +274,7 @@ class LocalProcessExecutor(Executor):
             return None, False
         code = _written_code(self._file_stem(handle), handle) if handle.files else None
         if code is None and handle.files:  # the process is dead; its parent reaps it, then writes the code
-            since = self._dead.setdefault(handle, self._clock.now())
-            return None, self._clock.now() - since > REAP_S
+            return None, self._clock.now() - self._dead.setdefault(handle, self._clock.now()) > REAP_S
         return code, True
 
     def log_file(self, handle: Handle) -> "LogFile | None":
