@@ -314,8 +314,7 @@ def page_data_key(name: str) -> str:
 
 def content_type(key: str) -> str | None:
     """Return the Content-Type of an object; None for keys that no browser reads."""
-    ending = "." + key.rpartition(".")[2]
-    return _CONTENT_TYPES.get(ending) if key.startswith(PAGE) else None
+    return _CONTENT_TYPES.get("." + key.rpartition(".")[2]) if key.startswith(PAGE) else None
 
 
 def record_kind(key: str) -> str | None:

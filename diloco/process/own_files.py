@@ -52,8 +52,7 @@ def read_json(path: str | Path) -> Any:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Write a JSON file completely or not at all."""
-    part = part_of(path, value)
-    part.replace(path)
+    part_of(path, value).replace(path)
 
 
 def part_of(path: str | Path, value: Any) -> Path:

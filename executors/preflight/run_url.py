@@ -85,4 +85,7 @@ def make_folder(url: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the folder {url}: {error.strerror}. Use another one for --run") from None
+        from rendezvous.stores.urls import link_words
+
+        why = link_words(folder) if isinstance(error, FileExistsError) else f"{error.strerror}. Use another --run"
+        raise UsageError(f"cannot make the folder {url}: {why}") from None

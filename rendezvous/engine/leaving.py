@@ -68,8 +68,7 @@ class Departure:
 
     def _began(self, now: float) -> float:
         """Return the time at which the grace began, or `now` if `ask` was not called."""
-        begins = (self._heard_at, self.asked_at, now)
-        return next(at for at in begins if at is not None)
+        return next(at for at in (self._heard_at, self.asked_at, now) if at is not None)
 
     def check_before_pause(self) -> None:
         """Raise Fenced, HeartbeatLost or Leaving if this replica must end.  Called before every pause."""

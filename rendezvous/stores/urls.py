@@ -57,6 +57,8 @@ def link_words(root: Path) -> str:
     """Return why the folder of a run, or a part of it, cannot be opened, and the next thing to do."""
     if file := next(filter(os.path.isfile, (root, *root.parents)), None):
         return f"{file} is a file where a folder belongs. A run is a folder or a URL (s3://…): use another one"
+    if link := next((p for p in (root, *root.parents) if os.path.islink(p) and not os.path.exists(p)), None):
+        return f"{link} is a link to {os.readlink(link)}, which is not there. Mount or make that, or use another folder"
     why = "a part of it is a link, a file where a folder belongs, a folder where a file belongs, or has too long a name"
     return f"{why}. Remove it, or use another one"
 

@@ -254,6 +254,10 @@ def test_a_folder_that_cannot_be_written(capsys, config):
     err = complaint(capsys, "train", config, "--run", config.parent / "file" / "run")
     assert "a file where a folder belongs" in err and "another one" in err
     assert len(err.splitlines()) == 1
+    (config.parent / "link").symlink_to("/away/disk")
+    for folder in ("link", "link/run"):  # before: "File exists"
+        err = complaint(capsys, "train", config, "--run", config.parent / folder)
+        assert f"{config.parent / 'link'} is a link to /away/disk, which is not there. Mount or make that" in err
     said = complaint(capsys, "status", config)  # before: the advice to remove the config
     assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in said and "Remove" not in said
     assert f"{config} is a file where a folder belongs. A run is a folder or a URL" in complaint(

@@ -30,8 +30,7 @@ def cores_of(slot: str, cores: int) -> list[int]:
     if not cores:
         return []
     there = sorted(os.sched_getaffinity(0))
-    first = _place_in_line(slot) * cores
-    return sorted({there[(first + i) % len(there)] for i in range(cores)})
+    return sorted({there[(_place_in_line(slot) * cores + i) % len(there)] for i in range(cores)})
 
 
 def check_devices(devices: int) -> None:
@@ -58,8 +57,7 @@ def gpu_of(spec: ReplicaSpec, gpus: Sequence[str | int] | str | int | None, devi
         raise ExecutorError(f"this machine has no GPU {' or '.join(spec.gpu)}; there are: {listed}")
     if devices > len(named):
         raise ExecutorError(f"devices = {devices}: this machine has {len(named)} such GPUs, and each process needs one")
-    first = _place_in_line(spec.slot) * devices
-    return ",".join(named[(first + i) % len(named)] for i in range(devices))
+    return ",".join(named[(_place_in_line(spec.slot) * devices + i) % len(named)] for i in range(devices))
 
 
 def visible_gpus() -> list[str]:
