@@ -93,8 +93,8 @@ class Reducer:
                 return
             self._clock.sleep(pause)
         raise Corrupt(
-            f"step {commit.t}: {trouble}, and no announced mean can be read instead. Nothing was averaged; "
-            "restore the object from a backup, or start again from an exported earlier step"
+            f"step {commit.t}: {trouble}, and no announced mean can be read instead. Nothing was averaged. Restore the "
+            f"object from a backup, or train from an earlier step: diloco train CONFIG --run NEW --from RUN@{commit.t}"
         )
 
     def _read_announced(self, commit: Commit, out: np.ndarray) -> bool:

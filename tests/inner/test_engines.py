@@ -1,10 +1,12 @@
 """Engines of an actor: what they are told and what they tell, and each way in which one can fail."""
 
 import atexit
+import gc
 import json
 import math
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -451,7 +453,10 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> Any:
         last = made[-1].cache[made[-1].n_tokens - 1]
         return (ctypes.c_float * 8)(*(0.5 * ((last * 3 + i) % 5) for i in range(8)))
 
-    fake = SimpleNamespace(
+    class Module(SimpleNamespace):
+        __hash__ = object.__hash__  # as a module has one
+
+    fake = Module(
         Llama=make, llama_get_logits=logits, llama_log_callback=lambda note: note,
         llama_log_set=lambda note, _: note(4, b"it said why", None),
         llama_adapter_lora_init=lambda *_: None,
@@ -476,6 +481,17 @@ def test_llama_cpps_draws_come_with_their_log_probs_and_end_where_they_should(ll
         engine.sample([1] * 20, 1, DrawSettings(1.0, 9, frozenset([7]), seed=3))
     with pytest.raises(InnerError, match=r"cannot put the run's adapter on .*it said why"):
         engine.load(a_loop().model.named_parameters())
+
+
+def test_llama_cpps_callback_outlives_each_engine(llama: Any, tmp_path: Path) -> None:
+    """Before: it was freed with the newest engine, and llama.cpp called it when it freed the one before (a crash)."""
+    heard = []
+    llama.llama_log_set = lambda note, _: heard.append(weakref.ref(note))
+    config = a_loop().model.peft_config["default"]
+    for _ in range(2):
+        LlamaEngine(tmp_path / "x.gguf", config, folder=tmp_path, context=20)
+    gc.collect()
+    assert [note() is not None for note in heard] == [True]
 
 
 def test_files_that_are_no_base_are_refused(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ the run's start model (made by llama.cpp's convert_hf_to_gguf.py --outtype q8_0)
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,18 @@ class LlamaEngine:
 
     def __init__(self, path: Path, config: Any, *, folder: Path, context: int = CONTEXT) -> None:
         self._cpp = optional("llama_cpp", ABSENT)
-        self._said = ""
-        self._listen = self._cpp.llama_log_callback(self._note)  # keep a reference: llama.cpp calls it later
-        self._cpp.llama_log_set(self._listen, ctypes.c_void_p(0))
+        self._said, _ = _errors_of(self._cpp)
         try:
             self._llama = self._cpp.Llama(str(path), n_ctx=context, n_threads=torch.get_num_threads(), verbose=False)
         except (ValueError, OSError) as error:
             raise InnerError(
-                f"llama.cpp cannot load {path}: {error} ({self._said}). Give the run's start model as .gguf"
+                f"llama.cpp cannot load {path}: {error} ({self._said[0]}). Give the run's start model as .gguf"
             ) from error
         self._sizes = _Sizes(self._llama.metadata, path)
         self._alpha = float(config.lora_alpha)
         self._file = folder / "adapter.gguf"
         self._context = context
         self._adapter: Any = None
-
-    def _note(self, level: int, text: bytes, _: Any) -> None:
-        """Keep only llama.cpp's newest error, because it logs 200 other lines for each adapter."""
-        if level == ERROR:
-            self._said = text.decode(errors="replace").strip()
 
     def load(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Write the adapter as a .gguf file, and let llama.cpp use it in place of the previous adapter."""
@@ -72,8 +66,8 @@ class LlamaEngine:
         adapter = self._cpp.llama_adapter_lora_init(self._llama.model, str(self._file).encode())
         if not adapter:
             raise InnerError(
-                f"llama.cpp cannot put the run's adapter on {self._sizes.path} ({self._said}). Is it the run's start "
-                f"model? It has {self._sizes.blocks} layers of the kind {self._sizes.architecture}"
+                f"llama.cpp cannot put the run's adapter on {self._sizes.path} ({self._said[0]}). Is it the run's "
+                f"start model? It has {self._sizes.blocks} layers of the kind {self._sizes.architecture}"
             )
         pointers = (self._cpp.llama_adapter_lora_p_ctypes * 1)(adapter)
         self._cpp.llama_set_adapters_lora(self._llama.ctx, pointers, 1, (ctypes.c_float * 1)(1.0))
@@ -110,6 +104,23 @@ class LlamaEngine:
         """Return log π of every possible next token: (V,), fp64."""
         logits = np.ctypeslib.as_array(self._cpp.llama_get_logits(self._llama.ctx), shape=(self._llama.n_vocab(),))
         return (torch.from_numpy(logits).double() / temperature).log_softmax(-1)
+
+
+@cache
+def _errors_of(cpp: Any) -> tuple[list[str], Any]:
+    """Return a list with llama.cpp's newest error, and the callback that writes it.
+
+    llama.cpp has one callback for all engines of the process, and calls it while it frees any of them, so it stays.
+    """
+    said = [""]
+
+    def note(level: int, text: bytes, _: Any) -> None:
+        if level == ERROR:  # llama.cpp logs 200 other lines for each adapter
+            said[0] = text.decode(errors="replace").strip()
+
+    callback = cpp.llama_log_callback(note)
+    cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return said, callback
 
 
 class _Sizes:
