@@ -113,8 +113,12 @@ class DiLoCoCallback(TrainerCallback):
         loader, boundary = trainer["train_dataloader"], generation_steps(args)
         most = most_steps(args, state, loader)
         state.max_steps = self.join(trainer["model"], optimizer, loader, planned, boundary=boundary, most=most)
-        if slot_index(self.slot):
-            speak_for_one(args, caller)
+        if slot_index(self.slot) and (late := speak_for_one(args, caller)):
+            warnings.warn(
+                f"{', '.join(late)} has begun a run for {self.slot}, because DiLoCoCallback was added when the trainer "
+                "was there already. Give it to the trainer's callbacks=[…], so that only r00 uses trackers",
+                stacklevel=2,
+            )
         assert self.manager is not None and self.loop is not None
         if self.manager.session is not None:
             log_rollouts(caller, self.manager, self.manager.session)
@@ -370,14 +374,16 @@ def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
     return rounds if rounds * interval <= most else rounds - 1
 
 
-def speak_for_one(args: Any, trainer: Any) -> None:
-    """Turn off trackers, checkpoints and the Hub; only the first replica uses them."""
+def speak_for_one(args: Any, trainer: Any) -> list[str]:
+    """Turn off trackers, checkpoints and the Hub; only the first replica uses them.   Return the trackers' names."""
     args.push_to_hub, args.save_strategy = False, "no"
     if trainer is not None:
         trainer.push_to_hub = lambda *_, **__: print("push_to_hub is left to the run's first replica")
-    if (handler := getattr(trainer, "callback_handler", None)) is not None:
-        kept = [one for one in handler.callbacks if "transformers.integrations" not in type(one).__module__]
-        handler.callbacks = kept
+    if (handler := getattr(trainer, "callback_handler", None)) is None:
+        return []
+    found = [one for one in handler.callbacks if "transformers.integrations" in type(one).__module__]
+    handler.callbacks = [one for one in handler.callbacks if one not in found]
+    return [type(one).__name__ for one in found]
 
 
 # -------------------------------------------------------------------- where the run is

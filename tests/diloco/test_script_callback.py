@@ -270,6 +270,19 @@ def test_trackers_are_the_first_replicas(tmp_path: Path) -> None:
         assert any(type(one) is tracker for one in trainer.callback_handler.callbacks) == (slot == "r00")
 
 
+def test_a_callback_that_is_added_late_tells_which_trackers_have_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: r01's tracker had begun a run of its own, without a word."""
+    tracker = type("Tracker", (TrainerCallback,), {"__module__": "transformers.integrations.integration_utils"})
+    trainer = trainer_of("sft", tmp_path, [tracker()])
+    callback = DiLoCoCallback(f"file://{tmp_path}/run", slot="r01", sync_every=4, replicas=1)
+    trainer.add_callback(callback)
+    monkeypatch.setattr(callback, "join", lambda *_, **__: 8)  # r01 alone would wait for r00
+    with pytest.raises(AssertionError), pytest.warns(UserWarning, match=r"has begun a run for r01.*callbacks=\[…\]"):
+        trainer.train()
+
+
 def test_the_first_replica_alone_pushes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before: a plain `trainer.push_to_hub()` behind the training, as in TRL's notebooks, was done by all at once."""
     pushed: list[str] = []
