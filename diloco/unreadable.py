@@ -12,6 +12,7 @@ Not promised: that a proposed name is the intended one.  The user's code is not 
 import ast
 import re
 import shlex
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from inner.settings.task import is_code, setting_of
 from rendezvous import layout
 from rendezvous.errors import RecordsLost
 from rendezvous.store import Readable
-from rendezvous.stores.open import open_store
+from rendezvous.stores.open import folder_of, open_store
 
+NAMED = 5  # runs that a message names
 SCRIPT = re.compile(r"^\s*(import \w|from [\w.]+ import |def \w+\(|class \w|#!.*python)", re.MULTILINE)
 WHERE = re.compile(r" \(at line (\d+), column \d+\)")
 BARE = re.compile(r"\s*[\w.\"-]+\s*=\s*(?!true|false|inf|nan)([A-Za-z/~][^\"'#=]*?)\s*(#.*)?")
@@ -147,7 +149,19 @@ def no_run_words(url: str, store: Readable) -> tuple[str, bool]:
             f"{url}/{layout.RUN} is lost, though {stands} is there: without it the run cannot be read. Restore it from "
             "a backup, or from the bucket's versions"
         ), True
+    if below := runs_below(url):
+        return f"there is no run at {url} (no run.json), but below it: {', '.join(below)}. Name one of them", False
     return (
         f"there is no run at {url} (no run.json). Check the path, or start one: diloco train CONFIG "
         f"--run {shlex.quote(url)}"
     ), False
+
+
+def runs_below(url: str) -> list[str]:
+    """Return the newest runs in the folders of a folder, at most NAMED; [] for a bucket."""
+    if (folder := folder_of(url)) is None:
+        return []
+    with suppress(OSError):
+        found = sorted(folder.glob(f"*/{layout.RUN}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        return [shlex.quote(f"{url.rstrip('/')}/{path.parent.name}") for path in found[:NAMED]]
+    return []

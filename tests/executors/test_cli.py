@@ -146,6 +146,15 @@ def test_a_run_that_is_not_there(capsys, tmp_path, verb):
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_folder_of_runs_is_answered_with_their_names(capsys, tmp_path):
+    """Before: there is no run, start one."""
+    for name in ("first", "second run"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / layout.RUN).write_text("{}")
+    err = complaint(capsys, "status", tmp_path)
+    assert f"{tmp_path}/first" in err and f"'{tmp_path}/second run'" in err and "Name one of them" in err
+
+
 def test_export_of_a_run_that_is_not_there_is_told_before_torch_is_imported(tmp_path):
     done = python(QUICK, "export", tmp_path / "nothing", "--to", tmp_path / "out")
     assert "there is no run at" in done.stderr
