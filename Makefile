@@ -152,7 +152,7 @@ $(MONARCH)/.installed: pyproject.toml constraints.txt | install
 	@touch $@
 
 test-tasks: $(TASKS)/.installed $(ENVIRONMENTS)/.installed $(SMOLLM2)
-	$(TASKS)/bin/python -m pytest -q tests/inner/test_task_packages.py tests/inner/test_verifiers_scores.py tests/inner/test_verifiers_agents.py tests/inner/test_tasks.py tests/executors/test_task_packages.py
+	$(TASKS)/bin/python -m pytest -q tests/inner/test_task_packages.py tests/inner/test_verifiers_scores.py tests/inner/test_verifiers_agents.py tests/inner/test_agent_forms.py tests/inner/test_tasks.py tests/executors/test_task_packages.py
 	$(ENVIRONMENTS)/bin/python -m pytest -q tests/inner/test_verifiers_environments.py
 
 # they go with our versions; everything else comes from .venv behind them

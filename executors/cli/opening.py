@@ -63,8 +63,7 @@ def present_url(url: str) -> str:
     """Return the present URL of the run that users call `url`.   Raise UsageError if `url` is not valid."""
     from diloco.run.record import current_url
 
-    checked = run_url.checked_url(url)
-    return ask_again(lambda: current_url(checked))
+    return ask_again(lambda: current_url(run_url.checked_url(url)))
 
 
 def finished_words(store: Store, url: str, steps: int | None = None) -> str:

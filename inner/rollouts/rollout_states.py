@@ -67,7 +67,7 @@ def bundle_rollouts(payload: bytes, secrets: Iterable[str] = ()) -> list[Sampled
         weights = np.asarray(said["weights"], np.float32)
         known = np.nansum(rewards * weights, axis=1)
         totals = np.where(np.isnan(rewards[:, weights != 0]).all(axis=1), np.nan, known).tolist()
-        prompts = [said["prompts"][i] for i in said["prompt_of"]]
+        prompts = said.get("opened") or [said["prompts"][i] for i in said["prompt_of"]]
         batch, hidden = RolloutBatch(prompts, said["completions"], totals, said["environments"]), secret_masker(secrets)
         return [json.loads(hidden(json.dumps(batch.rollout_at(i)))) for i in range(len(prompts))]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, SafetensorError, RecursionError) as error:

@@ -22,11 +22,13 @@ from inner import InnerConfig, InnerError, Seeds, build_inner
 from inner.extras.agents.chat import Chat, template_messages
 from inner.extras.agents.conversation import Conversation, TooLong
 from inner.extras.agents.desk import Desk
-from inner.extras.agents.endpoint import HUNG_UP, Endpoint, RequestRefused, completion
+from inner.extras.agents.endpoint import HUNG_UP, Endpoint
+from inner.extras.agents.forms import RequestRefused, completion
 from inner.rollouts.call_forms import ASKED, TOOLS, set_call_form
 from inner.rollouts.recording.acting import Sampler
 from inner.rollouts.recording.recorded import BundlePlace, record_rollouts
 from inner.rollouts.recording.unpack import unpack
+from inner.rollouts.rollout_states import bundle_rollouts
 from tests.inner.test_recorded import Kept
 from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted import call_ids, questions, real_tokenizer, scripted_folder
@@ -398,7 +400,7 @@ def test_a_streamed_reply_comes_as_events(served: Any) -> None:
         ("/chat/completions", b"{", 400, "the request is not JSON"),
         ("/chat/completions", b"[]", 400, "not a JSON object"),
         ("/chat/completions", b'{"fails": true}', 400, "context_length_exceeded"),
-        ("/responses", b"{}", 404, "chat completions, POST /v1/chat/completions (OpenAI Agents SDK: OpenAIChat"),
+        ("/embeddings", b"{}", 404, "use one of POST /v1/chat/completions, POST /v1/responses, POST /v1/messages"),
         ("/files", None, 404, "this server has no /v1/files"),
     ],
 )
@@ -739,10 +741,16 @@ def test_recorded_rollouts_of_agents_give_the_same_bits(tmp_path: Path, no_hurry
     again = agent_loop(tmp_path, SHORT)
     record_rollouts(again.trainer, kept)
     again.trainer.agents._agent = None  # no agent runs
+    heard: list[Any] = []
+    again.trainer.on_rollouts = lambda prompts, *_: heard.extend(prompts)
     take(again, 2)
     assert len(kept.bodies) == len(kept.found) == 2 and not kept.refused
     assert torch.equal(parameters_of(plain), parameters_of(recorded))
     assert torch.equal(parameters_of(plain), parameters_of(again))
+    told = [rollout["messages"] for body in kept.bodies.values() for rollout in bundle_rollouts(body)]
+    for messages in [*told, *heard]:  # before: the row's prompt, without what the agent had put in front of it
+        assert [message["role"] for message in messages[:2]] == ["system", "user"]
+    assert len(heard) == len(told) == 8
 
 
 def test_a_replica_trains_on_agents_rollouts_of_an_actor(tmp_path: Path) -> None:

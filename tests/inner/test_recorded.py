@@ -373,6 +373,7 @@ WRONG_WORDS: list[tuple[dict[str, Any], str]] = [
     ({"prompt_of": [0, 0], "prompts": ["x"]}, "completions do not fit their prompts"),
     ({"environments": ["a"]}, "environments"),
     ({"environments": [1, 2]}, "environments"),
+    *(({"opened": odd}, "its opened prompts are not") for odd in (3, [], [[]], [[], 3], [[], ["x"]], [[], [ODD[0]]])),
     ({"prompt_of": [0, 5]}, "IndexError"),
 ]
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from inner.errors import InnerError
 from inner.extras.agents.conversation import Conversation, Request, TooLong
-from inner.extras.agents.endpoint import HUNG_UP, SESSION, RequestRefused, completion
+from inner.extras.agents.endpoint import HUNG_UP, SESSION
+from inner.extras.agents.forms import RequestRefused, completion
 from inner.rollouts.recording.unpack import message_fault
 
 Clock = Callable[[], float]

@@ -1,39 +1,32 @@
-"""Serve chat completions on this machine's loopback, in OpenAI's form, one address for each rollout.
+"""Serve the model to agents on this machine's loopback, one address for each rollout.
 
     POST /KEY/v1/chat/completions   {"messages": […], "tools": […], "stream": false, …}  ──▶ answer(KEY, body)
+    POST /KEY/v1/responses, /KEY/v1/messages        other forms of the same (forms.py)
     GET  /KEY/v1/models             the one model
 
 A thread for each connection: it waits until the training thread has sampled the reply.  A streamed reply comes in one
-piece.  Errors have OpenAI's form, so that its clients raise their usual exceptions.
+piece.  Errors have the form of the route, so that its clients raise their usual exceptions.
 
-Not promised: other routes (responses, completions, embeddings); speed of single tokens; callers on other machines.
+Not promised: other routes (completions, embeddings, count_tokens); speed of single tokens; callers on other machines.
 """
 
 import json
 import socket
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any, cast
-from uuid import uuid4
 
-NAME = "policy"  # the model's name in replies; a request may name any
+from inner.extras.agents.forms import CHAT, NAME, Form, RequestRefused, openai_error
+from inner.extras.agents.messages_form import MESSAGES
+from inner.extras.agents.responses_form import RESPONSES
+
 LARGEST = 64 * 2**20  # bytes of a request
-ROUTE = "/v1/chat/completions"
-BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
+ROUTES = {"v1/chat/completions": CHAT, "v1/responses": RESPONSES, "v1/messages": MESSAGES}
 SESSION = "X-Session-ID"  # which of an agent's runs asks: a header, and a key beside the request's own keys
 
 HUNG_UP = "hung up"  # a key beside the request's own: for a function that tells whether the client has disconnected
-
-
-class RequestRefused(Exception):
-    """A request that gets an HTTP error.   status: its number.   code: OpenAI's word for it."""
-
-    def __init__(self, text: str, status: int = 400, code: str = "invalid_request_error") -> None:
-        super().__init__(text)
-        self.status, self.code = status, code
 
 
 Answer = Callable[[str, Mapping[str, Any]], dict[str, Any]]  # (key, request) -> a completion.   Raises RequestRefused
@@ -89,22 +82,27 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0].endswith("/v1/models"):
             self._send({"object": "list", "data": [{"id": NAME, "object": "model", "created": 0, "owned_by": "run"}]})
         else:
-            self._send_error(_no_route(self.path))
+            self._send(openai_error(_no_route(self.path)), 404)
 
     def do_POST(self) -> None:
+        key, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
+        form = ROUTES.get(rest.removeprefix("v1/") if rest.startswith("v1/v1/") else rest)  # anthropic adds a v1
         try:
             body = self._body()
-            key, _, rest = self.path.partition("?")[0].lstrip("/").partition("/")
-            if f"/{rest}" != ROUTE:
+            if form is None:
                 raise _no_route(self.path)
-            more = {SESSION: self.headers.get(SESSION, ""), HUNG_UP: self._has_hung_up}
-            reply = cast(_Server, self.server).answer(key, {**body, **more})
+            reply = form.write(self._answer(key, form.read(body)), body)
         except RequestRefused as refusal:
-            self._send_error(refusal)
+            self._send((form or CHAT).fail(refusal), refusal.status)
         except Exception as error:  # a fault of this project: the agent gets its text, and the replica lives on
-            self._send_error(RequestRefused(f"{type(error).__name__}: {error}", 500, "server_error"))
+            fault = RequestRefused(f"{type(error).__name__}: {error}", 500, "server_error")
+            self._send((form or CHAT).fail(fault), fault.status)
         else:
-            self._stream(reply) if body.get("stream") else self._send(reply)
+            self._send_reply(form, reply, streams=bool(body.get("stream")))
+
+    def _answer(self, key: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        more = {SESSION: self.headers.get(SESSION, ""), HUNG_UP: self._has_hung_up}
+        return cast(_Server, self.server).answer(key, {**asked, **more})
 
     def _has_hung_up(self) -> bool:
         """Whether the client has closed the connection, for example after a time limit of its own."""
@@ -128,20 +126,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestRefused("the request is not a JSON object")
         return body
 
-    def _stream(self, reply: dict[str, Any]) -> None:
-        """Send the reply as one event, and the end as another."""
-        (choice,) = reply["choices"]
-        calls = [{"index": at, **call} for at, call in enumerate(choice["message"].get("tool_calls") or ())]
-        delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-        head = {**reply, "object": "chat.completion.chunk"}
-        first = {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None}
-        last = {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-        events = [json.dumps(event) for event in (first, last)]
-        self._write("".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode(), "text/event-stream")
-
-    def _send_error(self, refusal: RequestRefused) -> None:
-        error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code, "param": None}
-        self._send({"error": error}, refusal.status)
+    def _send_reply(self, form: Form, reply: dict[str, Any], *, streams: bool) -> None:
+        if streams:
+            self._write(form.stream(reply).encode(), "text/event-stream")
+        else:
+            self._send(reply)
 
     def _send(self, value: Any, status: int = 200) -> None:
         self._write(json.dumps(value).encode(), "application/json", status)
@@ -159,15 +148,5 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _no_route(path: str) -> RequestRefused:
     shown = "/" + path.partition("?")[0].lstrip("/").partition("/")[2]
-    text = f"this server has no {shown}. Let the client use OpenAI's chat completions, POST {ROUTE} ({BY_CLIENT})"
+    text = f"this server has no {shown}. Let the client use one of POST /{', POST /'.join(ROUTES)}"
     return RequestRefused(text, 404, "not_found")
-
-
-def completion(reply: Mapping[str, Any], *, ended: str, read: int, written: int) -> dict[str, Any]:
-    """Return a chat completion.   ended: its finish_reason.   read, written: tokens of the prompt and of the reply."""
-    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    choice = {"index": 0, "message": dict(reply), "finish_reason": ended, "logprobs": None}
-    return {
-        "id": f"chatcmpl-{uuid4().hex}", "object": "chat.completion", "created": int(time.time()), "model": NAME,
-        "choices": [choice], "usage": usage,
-    }  # fmt: skip

@@ -35,7 +35,8 @@ from inner.connections import is_connection_error
 from inner.extras.agents.chat import Chat
 from inner.extras.agents.conversation import Branch, Conversation
 from inner.extras.agents.desk import AgentEpisode, Clock, Desk, Waiting
-from inner.extras.agents.endpoint import NAME, Endpoint
+from inner.extras.agents.endpoint import Endpoint
+from inner.extras.agents.forms import NAME
 from inner.rollouts.call_forms import set_call_form
 
 LINGER_S = 0.05  # shortest time for which a waiting request waits for agents at work
@@ -136,7 +137,7 @@ class AgentRollouts:
 
     def _replayed(self, bundle: Any) -> dict[str, Any]:
         """Return TRL's fields of recorded rollouts."""
-        self.prompts, self._completions = bundle.prompts, bundle.completions
+        self.prompts, self._completions = bundle.opened or bundle.prompts, bundle.completions
         self.outcomes = [None] * len(bundle.ids)  # the recorded rewards are used
         fields = {"prompt_ids": bundle.prompt_ids, "completion_ids": bundle.ids, "env_mask": bundle.mask}
         return {

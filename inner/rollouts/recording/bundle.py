@@ -54,7 +54,7 @@ class Bundle:
 
     prompts, completions: as rewards get them.   rewards: (B, F).   names, weights: those of the F rewards.
     environments: a name per rollout; None: at most one environment.   calls: numbers of tool calls and of failed calls.
-    """
+    opened: the messages in front of each completion, if an agent wrote them; None: the prompts."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
@@ -66,6 +66,7 @@ class Bundle:
     names: Sequence[str]
     weights: Sequence[float]
     environments: Sequence[str | None] | None = None
+    opened: Sequence[Any] | None = None
     calls: tuple[int, int] = (0, 0)
     random: RandomStates = field(default_factory=RandomStates.read)
 
@@ -109,7 +110,7 @@ class Bundle:
             "environments": None if self.environments is None else list(self.environments),
             "calls": list(self.calls),
             "random": dict(self.random.numbers),
-        }
+        } | ({} if self.opened is None else {"opened": list(self.opened)})
         texts_of_all = written(said)
         try:
             return safetensors.numpy.save(tensors, {"bundle": texts_of_all})

@@ -163,6 +163,6 @@ class _Recorded(GenerationTrainer):
             first = self.accelerator.process_index * len(prompts)  # TRL has gathered the rewards of all ranks
             own = rewards[first : first + len(prompts)].cpu()  # this rank's rewards
             self._made |= {"prompts": list(prompts), "rewards": own, "names": list(self.reward_func_names)}
-            self._made["weights"] = self.reward_weights.tolist()
+            self._made |= {"weights": self.reward_weights.tolist(), "opened": self.agents and self.agents.prompts}
             self._made["environments"] = self._batch_environments if self._multi_environment else None
         return rewards

@@ -59,6 +59,7 @@ def _read(body: bytes) -> Bundle:
         names=names,
         weights=said["weights"],
         environments=said["environments"],
+        opened=said.get("opened"),
         calls=(int(calls), int(failures)),
         random=RandomStates(states, said["random"]),
     )
@@ -85,14 +86,20 @@ def _fault(bundle: Bundle) -> str:
     named = bundle.environments
     if named is not None and not (_are(named, str, type(None)) and len(named) == len(bundle.ids)):
         return "its environments are not one name, or None, per rollout"
-    return ""
+    opened = bundle.opened
+    fits = opened is None or (_are(opened, list) and len(opened) == len(bundle.ids) and all(map(_are_turns, opened)))
+    return "" if fits else "its opened prompts are not one list of valid messages per rollout"
+
+
+def _are_turns(messages: Any) -> bool:
+    return _are(messages, dict) and not any(map(message_fault, messages))
 
 
 def _answers(completion: Any, prompt: Any) -> bool:
     """Whether TRL gives a completion in this form to such a prompt: a text to a text, and messages to messages."""
     if not isinstance(prompt, list):
         return isinstance(completion, str)
-    return bool(completion) and _are(completion, dict) and not any(map(message_fault, completion))
+    return bool(completion) and _are_turns(completion)
 
 
 def message_fault(said: Mapping[str, Any]) -> str:
