@@ -152,6 +152,18 @@ def test_messages_become_chat_completions(endpoint: Endpoint, asked: list[Any]) 
     assert (body["max_tokens"], body["stop"], body["tool_choice"]) == (9, ["x"], "none")
 
 
+def test_a_system_message_behind_a_users_is_a_part_of_it(endpoint: Endpoint, asked: list[Any]) -> None:
+    """As the Claude Agent SDK sends it; many chat templates take a system message only at the beginning."""
+    note = {"role": "system", "content": "You have tools."}
+    send(endpoint, "/messages", system="Be brief.", messages=[*USER, note, {"role": "assistant", "content": "!"}, note])
+    assert asked[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?\n\nYou have tools."},
+        {"role": "assistant", "content": "!"},
+        {"role": "user", "content": "You have tools."},
+    ]
+
+
 def test_replies_have_the_forms_own_words_for_a_cut_and_a_call(endpoint: Endpoint) -> None:
     cut = [{"role": "user", "content": "cut"}]
     _, said = send(endpoint, "/messages", messages=cut)

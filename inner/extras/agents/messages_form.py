@@ -3,7 +3,7 @@
     system, user [tool_result, text]  ──▶ system, tool, user          assistant [text, tool_use] ──▶ tool_calls
     content, tool_calls               ──▶ [text, tool_use]            length ──▶ max_tokens, stop ──▶ end_turn
 
-Thoughts that a client sends back are left out, as chat completions have none.
+Thoughts that a client sends back are left out, as chat completions have none.  A later system message is the user's.
 Not promised: images, documents, Anthropic's own tools, token counts.  cache_control and metadata change nothing.
 """
 
@@ -23,7 +23,8 @@ def _read(body: Body) -> dict[str, Any]:
     system = text_of(body.get("system"), ("text",), "`system`")
     messages = [{"role": "system", "content": system}] if system else []
     for at, message in enumerate(listed(body, "messages")):
-        messages += _turns(message, f"messages[{at}]")
+        for turn in _turns(message, f"messages[{at}]"):
+            _add(messages, turn)
     choice = inside(body, "tool_choice").get("type")
     return {
         "messages": messages,
@@ -32,6 +33,15 @@ def _read(body: Body) -> dict[str, Any]:
         "max_tokens": body.get("max_tokens"),
         "stop": body.get("stop_sequences"),
     }
+
+
+def _add(messages: list[dict[str, Any]], turn: dict[str, Any]) -> None:
+    """Add a turn. The Claude Agent SDK sends system messages behind the user's, and many templates refuse those."""
+    is_note = turn["role"] == "system" and bool(messages)
+    if is_note and messages[-1]["role"] == "user":
+        messages[-1]["content"] += f"\n\n{turn['content']}"
+    else:
+        messages.append({**turn, "role": "user"} if is_note else turn)
 
 
 def _turns(message: Body, where: str) -> Iterator[dict[str, Any]]:
