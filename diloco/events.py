@@ -168,10 +168,10 @@ KINDS: Mapping[str, EventKind] = {
         DETAIL, "A session read the newest snapshot and the means after it: it has the run's weights, bit for bit."
     ),
     "caught_up": EventKind(DETAIL, "The replica applied outer steps that were committed without it."),
-    "offer_lost": EventKind(DETAIL, "An earlier session's offer of this slot counts for the step; this one does not."),
-    "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
+    "offer_lost": EventKind(DETAIL, "An earlier session's offer of this slot counts for the step; its own does not."),
+    "inherited": EventKind(DETAIL, "The session took over the codec residual and moments of the session before it."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
+    "moments_taken": EventKind(DETAIL, "The session took over the optimizer's moments of the session before it."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The last session's leave file is damaged: codec and moments start at 0."),
     "residual_dropped": EventKind(DETAIL, "No time was left to upload the codec's residual. The residual is lost."),

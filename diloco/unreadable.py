@@ -58,8 +58,8 @@ def _script_words(path: Path, text: str) -> str:
     function = f"{path.name}:{rewards[0] if rewards else 'FUNCTION'}"
     return (
         f"{path} is a Python script, and a run is described by a TOML file. `diloco init FOLDER` writes one that "
-        f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and what '
-        "GRPOConfig had are settings (docs/configuration.md lists them by TRL's names)"
+        f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and all '
+        "fields of GRPOConfig are settings (docs/configuration.md lists them by TRL's names)"
     )
 
 

@@ -126,9 +126,9 @@ class OfferComparison:
         slot, generation = self._holder
         told = [event["event"] for event in self._report.events if event["who"] == str(self._holder)]
         if generation > 1 and "inherited" in told:
-            return f"it took over what {slot}-{generation - 1} left, whose record is gone"
+            return f"it took over the state that {slot}-{generation - 1} left, and the record of that state is gone"
         if generation > 1 and not told:
-            return f"its log is gone, so it is not known whether it took over what {slot}-{generation - 1} left"
+            return f"its log is gone, so it is not known whether it took over the state of {slot}-{generation - 1}"
         is_claimed = read_claim(self._store, slot, generation) is not None
         return "" if is_claimed else "its claim is gone, so it is not known how many processes it had"
 

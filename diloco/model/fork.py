@@ -106,6 +106,6 @@ def _refuse_other(url: str, setting: str, there: Any, here: Any) -> None:
 def _refuse_middle(step: int, fragments: int) -> None:
     if rest := step % fragments:
         raise ConfigError(
-            f"--from …@{step} is in the middle of a round: with outer.fragments = {fragments} it has {fragments} outer "
-            f"steps. Use @{step - rest}"
+            f"--from …@{step} is in the middle of a round: with outer.fragments = {fragments} a round has {fragments} "
+            f"outer steps. Use @{step - rest}"
         )

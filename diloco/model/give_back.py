@@ -260,7 +260,7 @@ def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
     ]
     if late := sum(key.endswith(".reward") for key in plan.keys):
         lines.append(
-            f"late rewards that these rollouts have, and that go with them: {late}. Save them first: "
+            f"late rewards that would be deleted with these rollouts: {late}. Save them first: "
             f"diloco traces {shlex.quote(url)} --to FILE"
         )
     if best is not None and best in plan.lost:

@@ -165,7 +165,7 @@ class Session:
         pause = max(1.0, self.timing.beat)
         while not self._ended.wait(pause):
             if self._turn.has_overstayed(pause):
-                text = f"a request to the store has not come back for {self._turn.limit_s:.0f} s (a mount that stalls?)"
+                text = f"a request to the store has had no answer for {self._turn.limit_s:.0f} s (a mount that stalls?)"
                 print(
                     f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True
                 )

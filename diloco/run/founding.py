@@ -110,7 +110,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
     if stands is not None and store.get(layout.RUN) is None:
         raise RecordsLost(
             f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the "
-            "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
+            "old run's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
             "a backup) and remove the rule that expires or deletes objects below this URL; or use another URL for a "
             "new run"
         )
@@ -138,7 +138,7 @@ def solo_warning(desired: Wanted) -> str:
     alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, and any one is enough"
     return (
         f"min_replicas = 1: one replica alone may take an outer step ({alone}). No other replica confirms "
-        "its θ, so bad memory would not be noticed; with --min-replicas 2 two of them must agree"
+        "its θ, so bad memory would not be noticed; with --min-replicas 2 two replicas must agree"
     )
 
 
@@ -199,7 +199,7 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
         return
     head = first_open_step(store, steps + 1)
     raise ConfigError(
-        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts from the start, "
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. steps counts from the start, "
         f"so write --steps {head + steps} for {steps} more"
     )
 

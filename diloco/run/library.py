@@ -112,9 +112,9 @@ def refuse_second(run: str | Store) -> None:
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
     if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):
         raise OuterError(
-            f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get "
-            "the run's weights and take no step. Name another run for it, and let it begin with the saved model of "
-            "this one"
+            f"this process has already trained in {url_of(run)}, and a run has one training: a second one "
+            "would get the run's weights and take no step. Name another run for the second training, and let it "
+            "begin with the model that this run saved"
         )
 
 

@@ -242,7 +242,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     text += f" where that of {most} takes {duration(inner_s[most])}"
     if spent is not None and spent.usd_per_hour > 0:
         text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
-    advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"
+    advice = "use GPUs of one kind or a larger outer.sync_every, or remove the slow replica: `diloco drain RUN SLOT`"
     return [trouble("waits", text, advice, step=known[0].t)]
 
 

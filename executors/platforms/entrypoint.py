@@ -91,7 +91,7 @@ def leave_with(launchers: str) -> None:
         if names and not any(map(is_named_alive, names)):
             break
         time.sleep(LOOK_S)
-    print("the process that launched this one has ended, so this one leaves, too", file=sys.stderr, flush=True)
+    print("the process that launched this one has ended, so this process leaves, too", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)

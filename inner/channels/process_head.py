@@ -97,8 +97,8 @@ class HeadScore:
         width = student_width(student)
         if head.width != width:
             raise InnerError(
-                f"the process head was trained on states of {head.width} numbers, and this model's have {width}. Train "
-                "it with the model that the run starts from (inner.model)."
+                f"the process head was trained on states of {head.width} numbers, and this model's states have "
+                f"{width}. Train it with the model that the run starts from (inner.model)."
             )
         self._head = head
         self._start = DistillationTeacher("frozen", student, ema_rate=0.0)

@@ -52,5 +52,5 @@ def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
             "messages."
         ) from error
     if not context or not action:
-        raise InnerError(f"state {state['state_id']} has no tokens before its action, or none in it. Take it out.")
+        raise InnerError(f"state {state['state_id']} has no tokens before its action, or no tokens in it. Take it out.")
     return context, action

@@ -53,6 +53,6 @@ def answered_words(name: str, prompts: Sequence[Any]) -> str:
         return ""
     return (
         f"warning: {name}: {len(ends):,} of {len(prompts):,} prompts end with a message of the assistant, the first: "
-        f"prompt {ends[0]}. The model writes a further message behind that answer. If it is the answer to learn, "
+        f"prompt {ends[0]}. The model writes a further message behind that answer. If that answer is the one to learn, "
         "take it out of the prompt, and give it to the reward in a column of its own"
     )

@@ -61,7 +61,7 @@ def missing_prompt(row: Any) -> str:
         first = columns[likely][0]
         if isinstance(first, Mapping) and {"from", "value"} <= set(first):
             return (
-                f"{likely} has turns as ShareGPT writes them. Write those before the answer to learn as "
+                f"{likely} has turns as ShareGPT writes them. Write the turns before the answer to learn as "
                 '{"prompt": [{"role": "user", "content": "…"}]}'
             )
     example = likely or "question"

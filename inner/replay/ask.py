@@ -343,7 +343,7 @@ class _RequestDispatcher:
         elif model not in self._closed:
             self._closed[model] = Reading("again", f"{reading.why} (asks to wait {after_s:.0f} s)", 0)
             log.warning(
-                "%s asks to wait %.0f s (%s): it is not asked any more now. The same call continues from there later.",
+                "%s asks to wait %.0f s (%s): it is not asked again now. The same call continues from there later.",
                 *(model, after_s, reading.why),
             )
 

@@ -119,8 +119,8 @@ class SdpoSettings(Table):
         if clip is not None and self.wrapper == "none" and clip >= highest:
             raise ChannelError(
                 f"inner.sdpo.token_clip = {clip} never clips: at inner.sdpo.jsd_beta = {self.jsd_beta} no vocabulary "
-                f"entry exceeds {highest:.3f}. Set it below that (OPSD: 0.05, with inner.sdpo.jsd_beta = 0), or leave "
-                "it out."
+                f"entry exceeds {highest:.3f}. Set token_clip below that (OPSD: 0.05, with inner.sdpo.jsd_beta = 0), "
+                "or leave it out."
             )
 
 

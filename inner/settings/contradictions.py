@@ -53,7 +53,7 @@ def _check_dropout(config: "InnerConfig") -> None:
         mend = "let a generation serve one inner step (inner.grpo.steps_per_generation, num_iterations)"
         mend = 'set inner.vllm.importance_mode = "off"' if corrects else mend
         raise InnerError(
-            f"{name}: {why}, so the loss compares the policy with dropout to the one that sampled, without dropout. "
+            f"{name}: {why}, so the loss compares the policy with dropout to the policy that sampled, without dropout. "
             f"Dropout alone would put most ratios outside of the clip range. Leave it out, or {mend}."
         )
 

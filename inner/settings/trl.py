@@ -231,9 +231,9 @@ def _check_generation(config: "InnerConfig") -> None:
     if "stop_strings" in given:
         raise InnerError(
             "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
-            f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
-            "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
-            "several. With [inner.vllm], vLLM's own name is stop."
+            f"{TRL_VERSION} does not pass it: every replica would end at its first rollout. Leave stop_strings out: a "
+            "completion ends at the tokens that the model's generation_config.json calls eos_token_id, a list if "
+            "there are several. With [inner.vllm], vLLM's own name is stop."
         )
 
 

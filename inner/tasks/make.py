@@ -94,8 +94,8 @@ def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
     rows = [{**row, "task": replace(spec, acts=acts).to_json()} for row in rows]
     if not rows and left_out:
         raise InnerError(
-            f"all {left_out:,} rows that it makes are among the training prompts, so nothing is left to hold out. Give "
-            "the task options with more room, or set inner.data.task_size lower."
+            f"all {left_out:,} rows that the task makes are among the training prompts, so nothing is left to hold "
+            "out. Give the task options with more room, or set inner.data.task_size lower."
         )
     if not rows:
         raise InnerError("it makes no rows. Change its options, or choose another task.")

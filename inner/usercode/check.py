@@ -131,7 +131,7 @@ def lost_tools_warning(config: InnerConfig, files: Files) -> str:
     lost = lost_tools(environment)
     words = ", ".join(f"{name} (a {kind})" for name, kind in lost.items())
     where = f"warning: environment {config.sampling.environment}: the model does not get {words} as a tool"
-    return f"{where}. Write a plain method, which may call it, or begin its name with _" if lost else ""
+    return f"{where}. Write a plain method, which may call that one, or begin that one's name with _" if lost else ""
 
 
 def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment: type | None) -> None:

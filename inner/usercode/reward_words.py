@@ -60,7 +60,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
         f"{shown}\n"
         "  This session ends. In a run without any outer step, its slot is started again at once, and twice at most;\n"
         "  in any other run, after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
-        "  If the reward was away and is back: `diloco resume RUN` continues from the last commit.\n"
+        "  If the reward's service was down and is up again: `diloco resume RUN` continues from the last commit.\n"
         "  A run keeps its files. To use a corrected file: `diloco train CONFIG --run RUN --again` if RUN has no outer "
         "step;\n  else another --run.\n"
         "  More patience: inner.rewards.retries, inner.rewards.timeout_s."

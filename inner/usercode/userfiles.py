@@ -164,8 +164,8 @@ def _form_advice(error: Exception, completions: list[Any]) -> str:
     what, texts = str(error), bool(completions) and isinstance(completions[0], str)
     if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
         return (
-            "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
-            "inner.data.system, with which both are chats"
+            "\n  completions are texts here, because the prompts are texts: use each as it is. Or set "
+            "inner.data.system: then prompts and completions are chats"
         )
     if not texts and any(w in what for w in ("'list' object", "got 'list'", "list indices")):
         return (

@@ -519,9 +519,9 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
     found = _claim_in(body, mine.slot, mine.generation)
     if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
         raise RecordsLost(
-            f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another'}: "
-            "the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it "
-            "has ended; start a new one"
+            f"{store.url}/{key}, which this replica wrote, is "
+            f"{'gone' if body is None else 'the claim of another process'}: the store was emptied, or swapped for "
+            "another. Nothing was committed there. If the run was deleted, it has ended; start a new one"
         )
 
 

@@ -263,4 +263,4 @@ def _difference(ours: Any, theirs: Any) -> str:
         name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
         return f"{name} is {ours.get(name)!r} on rank 0, {theirs.get(name)!r} there"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return f"parameter {at} is {ours[at : at + 1]} on rank 0, {theirs[at : at + 1]} there"
+    return f"parameter {at} is {ours[at : at + 1]} on rank 0, {theirs[at : at + 1]} on this rank"

@@ -201,7 +201,7 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
             raise
     except sdk().exception.NotFoundError:
         return ended(
-            exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, and this call with it"
+            exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, so this call ends, too"
         )
     except Exception as error:  # an error between Modal's own services counts as LOST, not as the replica's fault
         return ended(None if no_answer(error) else 1, f"{type(error).__name__}: {error}")

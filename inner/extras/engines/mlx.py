@@ -54,7 +54,7 @@ class MlxEngine:
             if layer[PARTS[part]].shape != value.shape:
                 raise InnerError(
                     f"{self._address} is not the run's start model: its layer {path} takes a {PARTS[part]} of "
-                    f"{layer[PARTS[part]].shape}, and the run's is {value.shape}. Give that model, or no model"
+                    f"{layer[PARTS[part]].shape}, and the run's has {value.shape}. Give the run's model, or none"
                 )
             layer[PARTS[part]] = value
         self._model.eval()
@@ -166,8 +166,8 @@ def longrope_fault(config: Mapping[str, Any]) -> str:
     if "longrope" not in kinds and "su" not in kinds and "long_factor" not in config:
         return next(filter(None, (longrope_fault(part) for part in config.values() if isinstance(part, Mapping))), "")
     return (
-        "has rotary angles of the kind longrope. MLX takes the long factors always, and transformers the short ones "
-        "up to the original length, so replicas would doubt its rollouts. Leave --engine out"
+        "has rotary angles of the kind longrope. MLX always takes the long factors, transformers the short factors "
+        "up to the original length, so replicas would doubt the rollouts. Leave --engine out"
     )
 
 
