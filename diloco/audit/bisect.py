@@ -41,7 +41,7 @@ class Judgement(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """A change: θ of `before` has the first end's judgement, θ of `after` the last end's.   judged: step -> judgement.
+    """A change: `before` has a θ judged like the first end's, `after` like the last end's.   judged: step -> judgement.
 
     unclear: steps between the two that could not be judged.   gone: steps between them that are not in the bucket.
     """

@@ -5,7 +5,7 @@
     events that sessions and supervisor logged meanwhile            │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
-Not promised: heartbeats, because each overwrites the one before: they do not show which replicas looked alive;
+Not promised: heartbeats, because each one overwrites the previous one, so none shows which replicas looked alive;
 a common clock, because `at` is the time of the writer's machine.
 """
 
@@ -133,7 +133,7 @@ def _not_there(step: int, head: int) -> str:
 
 
 def _wanted_at(store: Store, at: float) -> Wanted:
-    """Return the desired state at time `at`; before the first record, that of the first record."""
+    """Return the desired state at time `at`; before the first record, the first record's state."""
     wanted = Wanted()
     for control in controls_above(store, -1):
         if control.n == 0 or control.at <= at:
@@ -209,7 +209,7 @@ def _log_between(store: Store, prefix: str, since: float, until: float) -> Itera
         yield from read_log(store, key).events
 
 
-_SOON = 60.0  # a session logs its warnings about a commit within so many seconds
+_SOON = 60.0  # seconds within which a session logs its warnings about a commit
 
 
 # ---------------------------------------------------------------------- the effect of the mean

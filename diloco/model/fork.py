@@ -7,8 +7,8 @@
 
     written in this order: run.json · model/… · snapshots/0 · model/manifest.json (replicas wait for it)
 
-NEW continues OLD's count of steps: its data order, its inner.schedule and the warm-up of late sessions are those
-of OLD's step t.  Every slot continues from the largest data position of OLD's slots.  With the same settings, NEW takes
+NEW continues OLD's count of steps: its data order, its inner.schedule and the warm-up of late sessions continue from
+OLD's step t.  Every slot continues from the largest data position of OLD's slots.  With the same settings, NEW takes
 the steps that OLD would take if all its replicas were replaced at t.  NEW numbers its own steps from 0.
 
 Not promised: moments of the inner optimizers, which no bucket has; the sampling noise, which each session draws.

@@ -12,7 +12,7 @@
 The digest is of the trained parameters after the replica has read, rounded and gathered them. So a release that rounds
 differently is found before it trains.
 
-Not promised: that the Hub keeps a commit. If your run must not depend on that, use a folder as inner.model.
+Not promised: that the Hub keeps a commit. If your run must not depend on the Hub, use a folder as inner.model.
 """
 
 from pathlib import Path

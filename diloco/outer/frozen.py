@@ -1,6 +1,6 @@
 """Compares the parts of a model that no outer step averages: frozen weights, their 4-bit scales, saved buffers.
 
-    a session begins    digest = the manifest's "base" (an adapter), or run.json's (a script)?    no: WrongRun
+    a session begins    digest = "base" of the manifest (an adapter) or of run.json (a script)?    no: WrongRun
     it ends             the same digest?                                                          no: Diverged
 
 Not promised: buffers that a module does not save.

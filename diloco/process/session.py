@@ -192,7 +192,7 @@ class Session:
             self._alone_since, self._alone_at = 0.0, None
 
     def _is_lease_over(self) -> bool:
-        """Whether `until` has passed.  If the wall clock changes after the first look at this `until`, ignore that."""
+        """Whether `until` has passed.  Ignore changes of the wall clock after the first look at this `until`."""
         until, now = self.rv.members.wanted.until, self.clock.now()
         if until != self._until:
             self._until, self._ends = until, now + until - self.clock.wall()

@@ -2,7 +2,7 @@
 
     bytes ─▶ record: this run, slot and place? of this outer step? ─▶ payload: whole? ─▶ fits? ─▶ an actor's: the door
 
-Not promised: the same answer on two machines, if their weights differ inside a round (rollouts.py).
+Not promised: the same decision on two machines, if their weights differ inside a round (rollouts.py).
 """
 
 from typing import TYPE_CHECKING

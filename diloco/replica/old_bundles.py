@@ -2,7 +2,7 @@
 
     a bundle's step < the first step whose θ can be computed ──▶ deleted: no audit can use it any more
 
-A bundle that a suspended process writes after that is of an old step, so no session uses it.
+A bundle that a suspended process writes later is of an old step, so no session uses it.
 
 Not promised: a deletion at once. Every EVERY outer steps the slot looks, because a look costs a LIST and some GETs.
 """

@@ -98,7 +98,7 @@ def refuse_actors(config: "RunConfig") -> None:
 
 
 def refuse_engine(config: "RunConfig", typed: str) -> None:
-    """Raise ConfigError for an actor's engine that is not known, or that the run cannot have."""
+    """Raise ConfigError for an actor's engine that is not known, or that the run cannot use."""
     kind, _, address = typed.partition(":")
     if typed in ("", "transformers"):
         return

@@ -1,4 +1,4 @@
-"""run.toml in, one frozen object out; the same object goes into the bucket as run.json.
+"""Read run.toml into one frozen object; the same object is stored in the bucket as run.json.
 
     run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      settings that determine the result
                   │  └─────── fleet ──────────▶ control/000000.json     the operator's desired state
@@ -163,7 +163,7 @@ class RunConfig:
     def hung_after_s(self) -> float:
         """Seconds without an inner step after which a replica may count as hung, 0 for never.
 
-        A tool, an environment or an agent may use up its own limit twice: a step may call it several times."""
+        A tool, an environment or an agent may use up its own limit twice, because a step may call it several times."""
         sampling, own = self.inner.sampling, self.fleet.hung_after_s
         limits = sampling.tool_timeout_s, sampling.environment_timeout_s, sampling.agent and sampling.agent_timeout_s
         return own and max(own, *(2 * (limit or 0.0) for limit in limits))

@@ -50,7 +50,7 @@ class Footprint:
     loading: host bytes of all processes' copies while the model loads.
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
-    floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
+    floor, int8_floor: the same size with a snapshot at every step, for the run's codec and for int8.
     back: bytes of each older step that is kept.   rollouts: limit of bytes of one outer step's recorded tokens.
     """
 
@@ -222,6 +222,6 @@ def _floor_advice(found: Footprint, keep: int) -> str:
 
 
 def _rounded_up(size: int) -> int:
-    """Round up to three digits, as many as `byte_size` writes, so that the size in the text is enough."""
+    """Round up to three digits, as `byte_size` writes them, so that the size in the text is enough."""
     unit = 10 ** max(0, len(str(size)) - 3)
     return -(-size // unit) * unit

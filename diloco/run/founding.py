@@ -119,7 +119,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
 def refuse_nested(url: str) -> None:
     """Raise WrongRun if `url` is inside another run, because each run would read the other's objects as its own.
 
-    A folder or prefix above that is missing or unreadable counts as a place without a run.
+    A folder or prefix above `url` that is missing or unreadable counts as a place without a run.
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
@@ -144,7 +144,7 @@ def solo_warning(desired: Wanted) -> str:
 
 def refuse_unfit(store: Store, clock: Clock) -> None:
     """Raise StoreRefused, before anything is written, if the store lacks create-if-absent. Two replicas could
-    commit the same step.   A bucket that already has a run may have lost it: some servers do, with versioning on."""
+    commit the same step.   A bucket with a run may also lack create-if-absent, if versioning is on."""
     if getattr(store, "proven", False):
         return
     from rendezvous.stores.race import why_unfit
@@ -172,7 +172,7 @@ def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
 
 
 def set_desired(store: Store, clock: Clock, fleet: FleetConfig, *, counts_steps: bool = True) -> Wanted:
-    """Write a control record with the desired fleet, unless the newest one has it and the run was not stopped.
+    """Write a control record with the desired fleet, unless the newest record has it and the run was not stopped.
 
     counts_steps: False for a launched script, which itself sets the number of outer steps."""
     stands = read_control(store)

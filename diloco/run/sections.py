@@ -118,7 +118,7 @@ def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables with `fleet.keep` in place of an earlier release's `fleet.retention` ("all", "window").
 
     The default for an adapter's run is "all", because such a run is small.  log_rollouts = 0 asks for no texts in the
-    bucket, so it is also the default of record_rollouts.
+    bucket, so record_rollouts is then false by default.
     """
     fleet = raw.get("fleet", {})
     inner = raw.get("inner", {})

@@ -4,8 +4,8 @@
     round 2   claims of further slots, logs ○●, leave records
     …         commits, newest logs
 
-    A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
-    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (cached_look.py).
+    A second look takes the run's extent from the cache, so its round 1 requests all of these records. If the run has
+    not changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (cached_look.py).
 
 How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
@@ -189,7 +189,7 @@ class Look:
         return self.found
 
     def _gallop_reach(self, known: int) -> int:
-        """Return the reach of a gallop: large in the first look, which may come long after the cached one."""
+        """Return the reach of a gallop: large in the first look, which may come long after the cached look."""
         return 1 if not self._known.first else NEAR if known else FAR
 
     def _ask_control(self, count: int) -> None:

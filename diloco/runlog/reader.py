@@ -301,7 +301,7 @@ class Reader:
     def _keep_newest(self, count: int) -> None:
         """Keep the newest commit in the cache, as a proof that the cached records are of this run.
 
-        Without a cache it is not read, so that `stop` can end a run whose newest commit was forged."""
+        Without a cache we do not read this commit, so that `stop` can end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self.ahead.keep(layout.commit_key(count - 1))
 
@@ -447,6 +447,6 @@ def shown(value: Any) -> Any:
 
 
 def first_and_last(report: Report) -> tuple[float, float] | None:
-    """Return the mean reward of the first and of the last outer step that has one."""
+    """Return the mean rewards of the first and of the last outer step that have rewards."""
     rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
     return (rewards[0], rewards[-1]) if rewards else None

@@ -371,7 +371,7 @@ def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
 
 
 def speak_for_one(args: Any, trainer: Any) -> None:
-    """Turn off trackers, checkpoints and the Hub; only the first replica uses them."""
+    """Turn off trackers, checkpoints and the Hub, except in the first replica."""
     args.push_to_hub, args.save_strategy = False, "no"
     if trainer is not None:
         trainer.push_to_hub = lambda *_, **__: print("push_to_hub is left to the run's first replica")

@@ -150,7 +150,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any] | None:
-    """Return the newest event about wrong weights, a NaN or an infinity of this session, by itself or by others."""
+    """Return the newest event about wrong weights, a NaN or an infinity of this session, from any writer."""
     own = [e for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], key=lambda e: e["at"], default=None)
@@ -268,7 +268,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a run without a snapshot for two periods: a joining replica must replay all steps after the newest one."""
+    """Find a run without a snapshot for two periods: a joining replica must replay all steps since then."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

@@ -227,7 +227,7 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
 
 
 def unclaimed_names(report: Report) -> list[str]:
-    """Return the slots and actors without a session.   An actor `--name a07` does not mean that a00 … a06 should be."""
+    """Return the slots and actors without a session.   An actor `--name a07` does not ask for a00 … a06."""
     wanted, claimed = report.wanted, {session.slot for session in report.sessions}
     asked_for = [name for name in wanted.member_names if is_slot(name) or wanted.is_kept(name) or name in wanted.guests]
     return [name for name in asked_for if name not in claimed]

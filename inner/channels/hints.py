@@ -99,7 +99,7 @@ def template_hint(
 ) -> str | None:
     """Write a hint from the error's kind and the tools' JSON schemas; None if it would not change the action.
 
-    kind  the environment's own name for the error; if it is not in TEMPLATES, the error's text decides"""
+    kind  the environment's own name for the error; if TEMPLATES lacks this name, the error's text decides"""
     kind = kind if kind in TEMPLATES else error_kind(error)
     functions = {f["name"]: f for f in (schema.get("function", schema) for schema in schemas)}
     tool = failed_tool(error, student_action)

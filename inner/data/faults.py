@@ -16,7 +16,7 @@ from typing import Any
 from inner.data.rendering import HALF
 
 DATA = (".jsonl", ".json", ".csv", ".parquet")
-BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
+BEGINS = (  # a file's first bytes -> the file's kind, and the next thing to do
     (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # first: skipped for a file named .parquet
     (rb"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
     (rb"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),

@@ -29,7 +29,7 @@ def refuse_drawn(
     the head is drawn at random.
 
     missing: names of weights that the files lack.   unexpected: names in the files that the model lacks.
-    shapes: (name, shape in the files, shape by config.json) of the weights where these differ."""
+    shapes: (name, shape in the files, shape by config.json) of each weight with two shapes."""
     for name, there, here in sorted(shapes, key=str):
         raise InnerError(
             f"the model {source}: {name} has the shape {[*there]} in its files, and {[*here]} by its config.json. The "

@@ -400,7 +400,7 @@ def _retry_delay_s(reading: Reading, attempt: int) -> float:
 
 
 def _answer_record(reading: Reading, cost: int = 0, seconds: float = 0.0, attempt: int = 0) -> dict[str, Any]:
-    """Return the answer in the ledger's form; without a usable answer it has an `error`.   cost: nano-dollars."""
+    """Return the answer in the ledger's form; it has an `error` if no answer is usable.   cost: nano-dollars."""
     record = {
         "action": reading.action, "cost_usd": to_usd(cost), "estimated": reading.estimated,
         "seconds": round(seconds, 3), "attempts": attempt, "model": reading.model,

@@ -33,7 +33,7 @@ def check_options(config: "InnerConfig") -> None:
 
 
 def _check_weights(config: "InnerConfig") -> None:
-    """Refuse rewards that all have the weight 0, unless the reward is that of an environment or of a box's task."""
+    """Refuse rewards that all have the weight 0, unless an environment or a box's task gives the reward."""
     functions, sampling = config.rewards.functions, config.sampling
     if functions and not (any(functions.values()) or sampling.environment or sampling.boxes):
         raise InnerError("[inner.rewards.functions] gives every reward the weight 0. Give at least one another weight.")

@@ -207,7 +207,7 @@ class InnerConfig(Table):
     def named_files(self) -> dict[str, Any]:
         """Kind -> the user's file as the config names it: "reward" or "reward.NAME", "environment", "prompts", …
 
-        Values are str; that of "prompts" may be a list of files, or a task."""
+        Values are str; the value of "prompts" may be a list of files, or a task."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
         named = {kind: getattr(getattr(self, table), key, None) for kind, (table, _, key) in parts.items()}
         named["prompts"] = self.data.source

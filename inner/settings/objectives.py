@@ -36,7 +36,7 @@ class ObjectiveError(InnerError, ValueError):
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective.   ratio: its own knobs that have no effect if π = π_old.   ignores: knobs that it never reads.
+    """One objective.   ratio: knobs of its ratio, without effect if π = π_old.   ignores: knobs that it never reads.
     stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what the objective becomes if π = π_old."""
 
     title: str

@@ -152,7 +152,7 @@ def check_task(table: str, prompts: str | list[str] | None, task: str | None) ->
 
 
 def check_sources(name: str, prompts: str | list[str] | None) -> None:
-    """Raise InnerError for an empty list, or one with other values than names."""
+    """Raise InnerError for an empty list, or a list with other values than names."""
     if isinstance(prompts, list) and not (prompts and all(isinstance(one, str) and one for one in prompts)):
         raise InnerError(f'{name} = {prompts!r} must name files or datasets. Write ["a.jsonl", "b.parquet"].')
 
@@ -294,7 +294,7 @@ class LoraSettings(Table):
         W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
 
     The average of B A is not the product of the averages of A and B (decision 036). With `freeze_a`, A keeps its random
-    start values, and then the two are equal. Not promised: adapters other than LoRA."""
+    start values, and then both products are equal. Not promised: adapters other than LoRA."""
 
     path: ClassVar[str] = "inner.lora"
 

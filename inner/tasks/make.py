@@ -114,7 +114,7 @@ def _as_text(messages: list[dict[str, str]]) -> str:
 
 
 def _try_scorer(row: Mapping[str, Any]) -> None:
-    """Score two replies in an empty folder, because a replica's folder has no file that lies beside the run.toml."""
+    """Score two replies in an empty folder, because a replica's folder has none of the files beside the run.toml."""
     try:
         with tempfile.TemporaryDirectory(prefix="task-") as empty, chdir(empty):
             score_replies(["", "garbled"], [row["task"]] * 2, [row["entry"]] * 2)

@@ -10,7 +10,7 @@
 The longest prompts come first. After PROMPTS_S the check stops; the note says how many prompts it left out.
 
 Not promised: that generation fits in memory, or that the template accepts an environment's messages, which only a
-rollout has.
+rollout receives.
 """
 
 import json

@@ -38,7 +38,7 @@ def pin_reward_model(spelling: str) -> str:
 
 
 def load_reward_model(spelling: str) -> Callable[..., list[float]]:
-    """Return a reward function on this machine's accelerator; its name is the one in logs.   Raises HubError."""
+    """Return a reward function on this machine's accelerator; its name is the name in logs.   Raises HubError."""
     name, commit = reward_model_parts(spelling)
     return make_reward(fetch_snapshot(name, commit), reward_name(spelling))
 

@@ -68,7 +68,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
 
 
 def _file_of(reward: Any) -> Path | None:
-    """Return the user's file that defines the reward; None if a package defines it, or an object is the reward."""
+    """Return the user's file that defines the reward; None for a package's reward, and for one that is an object."""
     try:
         file = inspect.getfile(inspect.unwrap(reward))
     except TypeError:

@@ -179,7 +179,7 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
 
 
 def _best_sources(trial: PromptTrial) -> list[str]:
-    """Return the columns with the prompt's highest reward, if it is above 0 and above the empty text's."""
+    """Return the columns with the prompt's highest reward, if that is above 0 and above the empty text's reward."""
     known = {scored.source: scored.reward for scored in trial.scored if scored.reward is not None}
     best = max(known.values(), default=0.0)
     columns = [name for name, reward in known.items() if name not in ("empty", "given") and reward == best]
@@ -195,7 +195,7 @@ def _tokenizer_of(config: InnerConfig) -> Any:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """Load the run's tokenizer. For a model on the Hub, it reads or downloads only small files."""
+    """Load the run's tokenizer. For a model on the Hub, this reads or downloads only small files."""
     from transformers import AutoTokenizer
 
     path = Path(name)

@@ -248,7 +248,7 @@ def tool_names(environment: type) -> list[str]:
 
 
 def lost_tools(environment: type) -> dict[str, str]:
-    """Return public name -> kind of the methods that TRL's rule leaves out, such as one below @lru_cache."""
+    """Return public name -> kind of the methods that TRL's rule leaves out, such as a method below @lru_cache."""
     kinds = (classmethod, partialmethod, singledispatchmethod, type(lru_cache(bool)))
     static = {name: inspect.getattr_static(environment, name) for name in dir(environment) if not name.startswith("_")}
     return {name: type(found).__name__.strip("_") for name, found in static.items() if isinstance(found, kinds)}

@@ -27,7 +27,7 @@ T = TypeVar("T")
 def lead(make: "Callable[[], StoreManager]", absent_s: float = ABSENT_S) -> "StoreManager | Led":
     """Return a manager for this process.   make: called in a process without ranks, or on rank 0.
 
-    absent_s: seconds that a rank waits for the others to call this. Raises OuterError."""
+    absent_s: seconds that a rank waits until the others call this function. Raises OuterError."""
     if launched_ranks() == 1:
         if words := lone_words():
             warnings.warn(words, stacklevel=3)

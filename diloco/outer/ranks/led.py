@@ -104,7 +104,7 @@ class Led(StandIn):
     # ---------------------------------------------------------------- rank 0's word
 
     def _lead(self, act: Callable[[], int | None]) -> int:
-        """Act on rank 0. Return its value on every rank; if it raises an error, raise one on every rank."""
+        """Act on rank 0. Return its value on every rank; if it raises an error, raise an error on every rank."""
         outcome, value, error = DONE, 0, None
         if self.group.is_main:
             try:

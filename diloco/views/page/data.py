@@ -3,7 +3,7 @@
     report ──▶ head      name, state, sessions, evaluations, events, costs, rollouts, config          rewritten
            └─▶ chunk n   outer steps CHUNK·n … CHUNK·(n+1) − 1, by column: times, metrics, bytes      mostly final
 
-    head["chunks"][n] is the version of chunk n. A page requests a chunk again only if it changed, the newest first.
+    head["chunks"][n] is the version of chunk n. A page requests only changed chunks again, the newest first.
 
 A number is rounded to five digits; a number that is not finite is null.  Texts are as replicas wrote them, without
 control characters; a page must show them as text (assets/, freeze.py).
@@ -44,7 +44,7 @@ from rendezvous.layout import is_actor
 FORMAT = 1  # format of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
 NEWEST_EVENTS = 300
-LONGEST = 2000  # at most so many characters of one text of the config, or of an event
+LONGEST = 2000  # the limit of one text of the config or of an event, in characters
 MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 

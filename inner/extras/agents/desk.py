@@ -28,7 +28,7 @@ Clock = Callable[[], float]
 @dataclass(eq=False)
 class AgentEpisode:
     """One agent at work.   since: when it last got something to do.   outcome: its return value, or its exception.
-    refused: why its last refused request was refused, "" if none was."""
+    refused: the reason why its newest refused request was refused, or ""."""
 
     number: int
     row: Mapping[str, Any]

@@ -23,7 +23,7 @@ NAME = "policy"  # the model's name in replies; a request may name any
 LARGEST = 64 * 2**20  # bytes of a request
 ROUTE = "/v1/chat/completions"
 BY_CLIENT = "OpenAI Agents SDK: OpenAIChatCompletionsModel; Pydantic AI: OpenAIChatModel"
-SESSION = "X-Session-ID"  # which of an agent's runs asks: a header, and a key beside the request's own keys
+SESSION = "X-Session-ID"  # names the run of an agent that asks: a header, and a key beside the request's own
 
 HUNG_UP = "hung up"  # a key beside the request's own: for a function that tells whether the client has disconnected
 

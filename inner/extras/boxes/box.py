@@ -171,7 +171,7 @@ def with_variables(variables: Mapping[str, str], command: str) -> str:
 
 
 def make_executable(box: Box, paths: Sequence[str]) -> None:
-    """Make these files of a box executable.   A command has 100 paths, because an argument has 128 KiB at most."""
+    """Make these files of a box executable.   One command gets 100 paths, because an argument has 128 KiB at most."""
     for at in range(0, len(paths), 100):
         box.exec(f"chmod a+x -- {shlex.join(paths[at : at + 100])}", user="root", timeout_s=60.0)
 

@@ -6,7 +6,7 @@
                                                                                         │
                                                                get_reward ──▶ a number, AtMostWorst or None (episode.py)
 
-A box belongs to (run, slot, generation, place). The session that the environment reports to gives the first three;
+A box belongs to (run, slot, generation, place). The environment's session gives run, slot and generation;
 without a session, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
 Not promised: that an episode continues after its box died: a dead box is never replaced. A verdict runs the episode's

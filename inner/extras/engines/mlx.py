@@ -160,8 +160,8 @@ def rotary_settings(folder: Path) -> dict[str, Any]:
 def longrope_fault(config: Mapping[str, Any]) -> str:
     """Return why MLX has other angles than transformers for this config.json; "" if it has the same.
 
-    transformers takes the short factors up to the original length, MLX never. A part of the config may have the
-    factors (`text_config`, a kind of layers), and `type` may have an older name: su, or Phi-3's yarn."""
+    transformers takes the short factors up to the original length; MLX never takes them. A part of the config may have
+    the factors (`text_config`, a kind of layers), and `type` may have an older name: su, or Phi-3's yarn."""
     kinds = (config.get("rope_type"), config.get("type"))
     if "longrope" not in kinds and "su" not in kinds and "long_factor" not in config:
         return next(filter(None, (longrope_fault(part) for part in config.values() if isinstance(part, Mapping))), "")
@@ -172,7 +172,7 @@ def longrope_fault(config: Mapping[str, Any]) -> str:
 
 
 def window_of(config: dict[str, Any]) -> float:
-    """Return the tokens of the config's sliding window, which MLX's models do not all have; ∞ without a window."""
+    """Return the tokens of the config's sliding window (some of MLX's models have no window); ∞ without one."""
     slides = config.get("use_sliding_window", True) and config.get("sliding_window")
     return config["sliding_window"] if slides else float("inf")
 

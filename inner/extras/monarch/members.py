@@ -59,7 +59,7 @@ class Member:
         self.incarnation = 0
 
     def ask(self, question: Callable[[Any], Any]) -> Any:
-        """Ask the actor of this role.   question: (actor) -> answer, with `wait` for every call; safe to repeat.
+        """Ask the actor of this role.   question: (actor) -> answer; uses `wait` for each call; repeatable.
 
         Raises the actor's error: an InnerError as it is, others inside Monarch's ActorError."""
         while True:

@@ -7,8 +7,8 @@
 
 Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  Agreement detects another
 model, precision or temperature if the worker sends the log-probs that it sampled with.  A worker that computes
-log-probs with the right model afterwards passes it; surprise detects this: tokens drawn from any π have, on average, a
-surprisal equal to the entropy of π.  H and the variance are exact, from the same forward.
+log-probs with the right model afterwards passes this check; surprise detects this: tokens drawn from any π have, on
+average, a surprisal equal to the entropy of π.  H and the variance are exact, from the same forward.
 
 z alone is not enough if π is nearly certain of most tokens: then one rare token of an honest worker is worth many
 standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So beyond 5, a worker is doubted

@@ -125,7 +125,7 @@ class ComposerAdvantage:
             )
         own = (
             config.trainer.v1
-        )  # verl compares the mode with its own names, and looks for the mode's settings under them
+        )  # verl compares the mode with its own names, and reads the mode's settings under these names
         own.trainer_mode = own.trainer_mode.removeprefix(PREFIX)
         super().__init__(config)  # type: ignore[call-arg]
 

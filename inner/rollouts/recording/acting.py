@@ -102,7 +102,7 @@ class Sampler:
         return [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
-        """Return the rows of a generation, each as often as it has rollouts."""
+        """Return the rows of a generation, each row once per rollout."""
         dataset = self._trainer.train_dataset
         at = prompt_order(len(dataset), share)
         first = generation * self._prompts

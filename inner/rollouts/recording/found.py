@@ -22,7 +22,7 @@ from inner.settings.contradictions import UNCORRECTED
 
 @contextmanager
 def replaying(trainer: Any, bundle: Bundle, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Let the trainer's generation give this bundle inside a `with`, and let it draw as after the recorded one.
+    """Let the trainer's generation give this bundle inside a `with`; it then draws from the recorded random states.
 
     inputs: the rows."""
     functions = trainer.reward_funcs
@@ -66,7 +66,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
 
 def has_dropout(trainer: Any) -> bool:
-    """Whether the loss of this trainer has dropout.  π_old has no dropout, so the ratio to it would be noise."""
+    """Whether the loss of this trainer has dropout.  π_old has no dropout, so the ratio to π_old would be noise."""
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in trainer.model.modules())
 
 
