@@ -58,7 +58,7 @@ class OfflineScorer:
     def open(
         cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
     ) -> "OfflineScorer":
-        """Build a scorer of the run's θ.   folder: empty, for code and start model; keep it beside the scorer."""
+        """Build a scorer of the run's θ.   folder: empty, for code and start model; needed as long as the scorer."""
         forget_launcher()
         config = _settings(run, prompts, samples)
         inner = run.config.inner

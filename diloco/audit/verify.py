@@ -132,7 +132,7 @@ class _Replay:
         return replay.step
 
     def _mean(self, commit: Commit, out: np.ndarray) -> None:
-        """Write the mean into `out`: from its deltas, then compare; or from the published mean alone.
+        """Write the mean into `out`: from its deltas, compared with the published mean; else the published mean.
 
         Raises _LostMean if neither can be read."""
         try:

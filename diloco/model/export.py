@@ -206,7 +206,7 @@ def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
 
 
 def model_record(run: Run) -> ModelRecord:
-    """Return the record of the run's model.   Raises RecordsLost for a lost record, ConfigError for one to come."""
+    """Return the record of the run's model.   Raises RecordsLost if it is gone, ConfigError if it is not there yet."""
     if (record := read_model(run)) is None:
         own = ": DiLoCoCallback publishes it when it joins, and a script with make_diloco saves its own"
         why = " yet: it is published when the first replicas start" if run.config.script is None else own

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from executors.preflight.quote import Quote
 
-NARROWEST = 20  # columns; a terminal that reports a too small width would get one word per line
+NARROWEST = 20  # columns; a terminal that reports a smaller width would get one word per line
 DECLINED = 130
 
 

@@ -61,7 +61,7 @@ def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
 
 
 class Once(argparse.Action):
-    """The action of an option with one value: refuses a second value, and an empty one, as of "$UNSET"."""
+    """The action of an option with one value: refuses a second value, and an empty value, as "$UNSET" gives."""
 
     given = False
 

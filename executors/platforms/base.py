@@ -1,4 +1,4 @@
-"""The protocol of all platforms that run replicas: six methods, and further ones that a supervisor needs.
+"""The protocol of all platforms that run replicas: six methods, and further methods that a supervisor needs.
 
     ServerlessExecutor
       launch_replicas ──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
@@ -122,7 +122,7 @@ def _is_id(native: str) -> bool:
 class Handle(Plain):
     """One launched process; any launcher on the same platform can find it again.
 
-    host, pid, started (clock ticks since boot): together they identify a process of a machine (process/processes.py).
+    host, pid, started (clock ticks since boot): these three identify a process of a machine (process/processes.py).
     files: path of its files, for people to read; "" if only its claim was found.   native: its id on a platform (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None if
     unknown.

@@ -10,7 +10,7 @@ A fresh interpreter runs START, with the request as JSON; the fork server calls 
 process file stem.json makes a launch happen once: if two launchers start the same (slot, attempt), the process
 that finds the file of another process ends at once.
 
-Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM; it is killed then.
+Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM: such an entry point is killed.
 """
 
 import io

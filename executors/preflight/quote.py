@@ -7,8 +7,8 @@
                           └─agree──▶ yes · no · without a terminal: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
 
-The command line makes the request once, and all other parts read it.  It leaves a value None or empty if you did not
-type it: then the run's value counts, or the config's value for a new run.
+The command line makes the request once, and all other parts read it.  A value that you did not type is None or empty:
+then the run's value counts, or the config's value for a new run.
 
 Not promised: the bill.  Prices come from the platforms' lists, or a dated table, without storage and traffic.
 """

@@ -194,7 +194,7 @@ def is_code(name: str) -> bool:
 def _imported_by(path: Path, base: Path, *, is_module: bool) -> list[Path]:
     """Return the script and the modules that it imports: from its folder, and from the base folder and its src/.
 
-    Many scripts put these two on Python's path, or expect them in PYTHONPATH."""
+    Many scripts put these two folders on Python's path, or expect them in PYTHONPATH."""
     beside = [path, *find_siblings(path, base if is_module else None).values()]
     found = set[Path]()
     for root in () if is_module else {base, base / "src"} - {path.parent}:
@@ -285,7 +285,7 @@ def _set_early(code: Path) -> Iterator[str]:
 
 
 def _unseeded(codes: Sequence[Path]) -> set[str]:
-    """Return which of `shuffle` and `train_test_split` the code calls without a seed, of its own or of the process."""
+    """Return which of `shuffle` and `train_test_split` the code calls without a seed for this call or process."""
     if any(word in _text(code) for code in codes for word in SEEDED):
         return set()
     calls = (node for code in codes for node in ast.walk(_parsed(code)) if isinstance(node, ast.Call))

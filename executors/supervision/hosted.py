@@ -42,7 +42,7 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
 
 
 def _next_attempt(found: Iterable[Handle], after: int = 0) -> int:
-    """Return a number that no launched supervisor has, not even one that a failed handover left behind."""
+    """Return a number that no launched supervisor has, not even a supervisor of a failed handover."""
     return 1 + max([after, *(h.attempt for h in found if h.slot == SUPERVISOR)])
 
 

@@ -17,7 +17,7 @@ Replicas check the chain of commits themselves when they close a step (agreement
 an hour they would notice an hour late.
 
 Not promised: that a report is up to date (its parts are as old as the table says); that a changed record is
-noticed (only a run key detects that).
+noticed (only a run key detects such a change).
 """
 
 import sys
@@ -31,7 +31,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
 
 BEATS, SESSIONS = 4, 8
-JITTER = 0.95  # read again after this part of a period, not after all of it: a sleep may end a little early
+JITTER = 0.95  # read again after this part of a period, and not after the whole period: a sleep may end a little early
 NONE = frozenset[str]()
 RECORDS_S = 10.0
 

@@ -26,7 +26,7 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from inner.usercode.trial import PromptTrial, Trial
 
-WIDTH = 72  # at most so many characters that `diloco check` shows of a prompt or completion
+WIDTH = 72  # the limit of characters that `diloco check` shows of a prompt or completion
 
 
 def add_verbs(verbs: Any) -> None:

@@ -3,7 +3,7 @@
     boxes_used {boxes, box_s} of replicas and actors ── summed ──▶ "  boxes      e2b         512    1.40     0.14"
     heartbeats: US dollars ─────────────────────────────────────────────────────────────────────────────────┘
 
-Not promised: the boxes of a batch whose replica was killed (neither source has them); the provider's invoice.
+Not promised: the boxes of a batch whose replica was killed (neither source has these boxes); the provider's invoice.
 """
 
 from collections.abc import Mapping, Sequence

@@ -169,7 +169,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: Beat | None, say: Callable[[str], None]
 ) -> Outcome | None:
-    """Wait until the supervisor supervises, and return None; its outcome if it ends first, or stays silent."""
+    """Wait until the supervisor supervises, and return None; or return its outcome if it ends first or stays silent."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if _has_looked_since(run.store, before):

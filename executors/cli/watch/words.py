@@ -152,7 +152,7 @@ def _cell(text: str, size: int) -> str:
 
 
 def _beat_age(row: SessionRow) -> str:
-    """Return the heartbeat's age as "2 s"; "~40 s" if it was not read lately, and may be newer."""
+    """Return the heartbeat's age as "2 s"; "~40 s" if the heartbeat was not read lately, and may be newer."""
     if row.beat_age_s is None:
         return ""
     age = f"{row.beat_age_s:.0f} s" if row.beat_age_s < 100 else f"{row.beat_age_s / 60:.0f} min"

@@ -138,7 +138,7 @@ class Hub:
     # ------------------------------------------------------------------ hardware
 
     def prices(self) -> dict[str, float | None]:
-        """Return dollars per hour of each flavor; None if this code does not know the Hub's unit of time."""
+        """Return dollars per hour of each flavor; None if we do not know the Hub's unit of time."""
         if not self._prices:
             rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
@@ -158,7 +158,7 @@ class Hub:
     def jobs(self, run: str, slot: str = "", attempt: int = 0, *, alive: bool = False) -> list[HubJob]:
         """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error.
 
-        alive: only jobs that have not ended, because a long run has thousands of ended ones.
+        alive: only jobs that have not ended, because a long run has thousands of ended jobs.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
         jobs = self._list_jobs(labels, sorted(self._live) if alive else ())

@@ -219,8 +219,8 @@ class _Server:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import the modules that can be imported; the replica itself reports a missing one."""
-    gc.disable()  # an import makes objects that stay; searching them again and again took a seventh of the time
+    """Import the modules that can be imported; the replica itself reports a missing module."""
+    gc.disable()  # an import makes objects that stay; repeated searches of these took a seventh of the time
     for name in names:
         try:
             importlib.import_module(name)

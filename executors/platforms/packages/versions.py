@@ -14,7 +14,7 @@ CUDA packages get no pin: a laptop's torch for CUDA 12.6 and the index's torch f
 With vLLM, the launching machine's versions cannot be used: transformers 5.23 and vLLM 0.31 exclude each other.
 
 Not promised: that an index has the version (if not, the build fails); that vLLM finds a GPU (if not, a replica reports
-that when it starts).
+this when it starts).
 """
 
 import shlex

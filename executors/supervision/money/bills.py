@@ -9,7 +9,7 @@ and no heartbeat for the length of a lease, the bill ends after that lease, and 
 wrote.  A replica's time from before its launch shows a wrong clock, and ends no bill.  In doubt the sum is too high.
 
 Only heartbeats count the costs of boxes, and control records count only launches, so that new boxes never hide lost
-bills.  A control record of an older release counts both: if the log is lost, its boxes are counted twice.
+bills.  A control record of an older release counts boxes, too: if the log is lost, its boxes are counted twice.
 
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
