@@ -1,4 +1,4 @@
-"""The mean of the present step, reduced in shards: each replica computes one part and fetches the others.
+"""The mean of the present step, reduced in shards: each replica computes one part and fetches the other parts.
 
     up    S (the offer) + S/N (its part's mean)     down   (N−1)/N·S (its range of the other bodies) + (N−1)/N·S (parts)
 
@@ -102,7 +102,7 @@ class ShardedMean:
         """Whether this replica should compute a part of another owner.
 
         Every replica that waits for the part computes it.  In a trial, taking turns saved 2 % of the bytes, but all
-        others waited for the first replica.
+        other replicas waited for the first replica.
         """
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 

@@ -7,7 +7,7 @@
     deltas, parts, means, snapshots, residuals                sha256 in a run with a key, xxh3-128 in others
 
 A digest names its kind, so a forger could choose a weak one.  Therefore the reader knows which kind it needs and
-accepts no weaker one.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
+accepts no weaker kind.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
 (tests/support/second_preimage.py).
 
 Not promised: one digest for the same bytes.  The same bytes have one digest of each kind.
@@ -77,7 +77,7 @@ def is_digest(text: str, kind: str) -> bool:
 
 
 def has_digest(body: Buffer, announced: str, kind: str) -> bool:
-    """Whether these bytes have the announced digest, and it is of this kind or a stronger one."""
+    """Whether these bytes have the announced digest, and this digest is of this kind or a stronger one."""
     return is_digest(announced, kind) and digest(body, announced.partition(":")[0]) == announced
 
 

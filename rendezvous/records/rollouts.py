@@ -6,7 +6,7 @@ The record has no line end inside it, so the last but one line end of the object
 one GET to find and one PUT to write, and its record can be sealed as a log is.
 
 The payload is the trainer's (inner/rollouts/recording/bundle.py); here it is bytes.  Not promised: that the payload
-is true.  A verdict about it and a later reward are records of their own (judgements.py).
+is true.  A verdict about a bundle and a later reward are records of their own (judgements.py).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, Wi
 class Rollouts(Record):
     """The record of a bundle.
 
-    run: the run's nonce.   place: number of the slot's batch of samples, number of the bundle in it.
+    run: the run's nonce.   place: number of the slot's batch of samples, and of the bundle in this batch.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
     actor: its name; "" if the slot's own session sampled.
     threads: the sampling process's number of threads, which affects bits.   digest: the payload's digest.

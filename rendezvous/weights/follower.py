@@ -46,7 +46,7 @@ class FollowedWeights:
 
     The tensors are the follower's memory, so use them before you take the next weights.
     step: number of outer steps in θ.   parameters: name -> (index of its first value, shape).   bits: uint16 (P,).
-    changed: names of the parameters that differ from the weights before; all names in the first weights.
+    changed: names of the parameters that differ from the previous weights; all names in the first weights.
     bytes: number of bytes that were read for these weights.
     """
 

@@ -11,8 +11,8 @@ So the next step repairs the chain.
 
 When an anchor is written, the blobs of the chain before the previous anchor are deleted.
 
-Not promised: the weights of every step.  If the store is slower than a round, some are left out.  If a replica is
-killed while it deletes old blobs, the other blobs stay.
+Not promised: the weights of every step.  If the store is slower than a round, the weights of some steps are left out.
+If a replica is killed while it deletes old blobs, the other blobs stay.
 """
 
 import threading
