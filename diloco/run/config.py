@@ -63,8 +63,8 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback); auto: chosen once for a run, "
-        "the first (except bf16-gate) whose sync takes at most a tenth of the time between syncs, else the fastest.",
+        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback). auto: chosen once for a run, "
+        "the first format (not bf16-gate) whose sync takes at most a tenth of the time between syncs, or the fastest.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(
@@ -122,7 +122,7 @@ class RunConfig:
     """
 
     name: str = setting("run", "Name of the run in `status` and in the report.")
-    seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own from it.")
+    seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own seed.")
     rendezvous: str = setting(
         "bucket",
         '"bucket", or lighthouse://host:port where replicas can reach each other (torchft\'s Manager, Gloo).',

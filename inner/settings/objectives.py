@@ -293,7 +293,7 @@ class GrpoSettings(Table):
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
     dynamic_sampling: int | None = setting(
-        None, "Most further generations per batch, to replace groups whose rewards are all equal."
+        None, "Limit of further generations per batch, to replace groups whose rewards are all equal."
     )
     soft_overlong_tokens: int | None = setting(
         None, "Length penalty: the last tokens before max_completion_length cost up to 1 of reward."

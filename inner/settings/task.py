@@ -52,7 +52,7 @@ class ScheduleSettings(Table):
     )
     lr_replicas: str | None = setting(
         None,
-        "inner.lr is the rate for one machine. With n replicas in an outer step, replicas multiply it by 1 "
+        "inner.lr is the rate for one machine. With n replicas in an outer step, they multiply inner.lr by 1 "
         '("constant"), √n ("sqrt") or n ("linear"). Default: √n.',
         one_of=tuple(LR_REPLICAS),
     )
@@ -101,7 +101,7 @@ class DataSettings(Table):
         '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`; or a folder of Harbor tasks, `"harbor:FOLDER"`.',
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
-    task_size: int = setting(1000, "Rows of the task; all of its rows, if it has fewer.", above=0, most=100_000)
+    task_size: int = setting(1000, "Number of the task's rows; at most all of them.", above=0, most=100_000)
     task_seed: int = setting(0, "Seed of the task's rows.", least=0, most=4000)
     task_chat: bool = setting(
         True, "The task's prompts are chats; false: one text each, for a model without a chat template."

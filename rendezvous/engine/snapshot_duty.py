@@ -1,4 +1,4 @@
-"""One replica's work on snapshots: writing, making visible, and deleting the blobs that they replace.
+"""One replica's work on snapshots: to write them, to make them visible, to delete the blobs that they replace.
 
     commit t−1 applied ──▶ due? (keeping/budget.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
     commit t read      ──▶ its base is ours: the manifest is written    else: the snapshot is abandoned

@@ -60,7 +60,7 @@ class Where:
 
 
 def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
-    """Return the JSON value in `body`.   Raise ValueError if these have more than `most` bytes or are no such JSON."""
+    """Return the JSON value in `body`.   Raise ValueError if it has more than `most` bytes or is no such JSON."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes; at most {most} are allowed")
     try:
