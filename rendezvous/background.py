@@ -183,7 +183,7 @@ class Worker:
 
 
 class Parts:
-    """Runner of the parts of a turn.  A part that fails does not stop the others, in this turn or a later one.
+    """Runner of the parts of a turn.  A part that fails does not stop the other parts, in this turn or a later turn.
 
     emit: called for an error that is not a RendezvousError, once for each part and type of error.
     """

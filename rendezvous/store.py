@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Readable(Protocol):
-    """The reading operations of a store; a view of a run needs no others."""
+    """The reading operations of a store, all that a view of a run needs."""
 
     url: str
 

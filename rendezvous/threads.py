@@ -39,7 +39,7 @@ class Threads:
     def map(self, work: Callable[[T], R], pieces: Sequence[T], size: int) -> list[R]:
         """Return work(piece) for each piece, in order.   size: bytes of the pass.
 
-        Raise the error of the first piece that has one, when all threads have ended.
+        Raise the error of the first piece that failed, when all threads have ended.
         """
         count = min(self.count, len(pieces), size // THREAD_BYTES)
         if count < 2:

@@ -149,7 +149,7 @@ def chosen_place(
     """Return this actor's place: the nearest own place that it can fill in time, or one of the nearest overdue places.
 
     names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
-    probes: whether to choose a place that is farthest ahead if none is in time.
+    probes: whether to choose a place that is farthest ahead if no place is in time.
     """
     in_time = [place for place in places if place[0] >= 0]
     own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]

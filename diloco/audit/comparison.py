@@ -8,7 +8,7 @@
                      │ none
                   differs: another pseudogradient than these rollouts, rows and settings give
 
-Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks those.
+Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks rollouts.
 """
 
 from collections.abc import Mapping

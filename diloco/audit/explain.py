@@ -22,7 +22,7 @@ from diloco.units import duration
 from rendezvous.agreement.rules import patience_s
 from rendezvous.records.records import Claim, Commit, Listed
 
-CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
+CLOCKS = "how the machines' clocks differ: each time is by its writer's clock"
 BEATS = "which replicas looked alive when the step was closed: each heartbeat overwrites the previous heartbeat"
 YEAR_9999 = 253402300799.0  # a record may have any number as its time; Python has no later dates
 OPPOSED = -0.1  # a smaller cosine to the mean is reported

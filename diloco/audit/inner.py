@@ -291,7 +291,7 @@ class _Recorded(BucketPlaces):
         self._inherits_at = began if run.config.fleet.record_rollouts and generation > 1 else -1
         self.inherited = ""  # the rollouts that are gone and perhaps came with an earlier session's random states
         self.lost = ""  # the rollouts that are gone and cannot be made again: an actor may have sampled them
-        self.taken = Counter[int]()  # outer step -> bundles of others that stand in the session's places
+        self.taken = Counter[int]()  # outer step -> other processes' bundles in the session's places
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,

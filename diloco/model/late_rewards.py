@@ -146,7 +146,7 @@ def checked_bundle(store: Store, key: str, run: str = "") -> tuple[Rollouts, mem
 
 
 def late_rewards(store: Store, listed: Iterable[str], run: str = "") -> dict[str, list[LateReward]]:
-    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid ones."""
+    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid records."""
     found = defaultdict[str, list[LateReward]](list)
     bundles = dict[str, Rollouts | Exception]()
     for key in listed:

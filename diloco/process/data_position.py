@@ -5,7 +5,7 @@
                                                                      –: its work of that step is lost; rows read again
 
     With several fragments, a Δ has the inner steps since its fragment's last Δ. So each Δ gives a position, and the
-    largest counts.  During a fragment's transfer, `delay` steps are taken that are in none of its Δ.
+    largest counts.  During a fragment's transfer, `delay` steps are taken that no Δ of this fragment contains.
 
 The position uses only commits. Outer steps × sync_every would count rows that a slow replica, or a replica with
 sync_seconds, never read.

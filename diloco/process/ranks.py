@@ -58,7 +58,7 @@ class Followers:
 
     on_loss: called with the words about a rank that has failed, before this process ends.
     on_told: called in the watching thread with a rank's number and its message. Set it before a rank sends one.
-    is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
+    is_over: whether rank 0 needs no other rank any more; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None
@@ -123,7 +123,7 @@ class Followers:
                 return self._end_like(*failed)
 
     def _first_failure(self) -> tuple[str, int] | None:
-        """Return a message about the rank whose end explains the others', and its exit code; None if all still run."""
+        """Return a message about the rank whose end explains all others, and its exit code; None if all still run."""
         found: list[tuple[bool, bool, int, int]] = []
         for index, (process, pipe) in enumerate(self._ranks, 1):
             if wait([process.sentinel], 0):
@@ -257,7 +257,7 @@ def _end_with_parent() -> None:
 
 
 def forget_launcher() -> None:
-    """Remove the variables by which torchrun, mpirun or srun tells this process that it is a rank of several."""
+    """Remove the variables by which torchrun, mpirun or srun tells this process that it is one of several ranks."""
     if found := [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)]:
         for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)

@@ -115,7 +115,7 @@ class RolloutDoor:
     def _judge(
         self, check: Check, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle, seed: int
     ) -> RolloutVerdict:
-        """Check the bundle, and return the recorded verdict: this one, or a verdict recorded before."""
+        """Check the bundle, and return the recorded verdict: the new one, or a verdict recorded before."""
         found = check(record.step - self._parent, bundle, seed)
         made = RolloutVerdict(
             of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),

@@ -39,7 +39,7 @@ class OldBundles:
         self._began = self._newest = -1
 
     def note(self, place: "BundlePlace") -> None:
-        """Note that this place has a bundle; every EVERY outer steps, delete those that no audit can use."""
+        """Note that this place has a bundle; every EVERY outer steps, delete the bundles that no audit can use."""
         self._steps[f"{self._prefix}{place.generation:010d}/"] = place.outer
         if self._newest < 0 or place.outer >= self._newest + EVERY:
             self._newest = place.outer

@@ -78,7 +78,7 @@ def follow_script(job: ScriptJob) -> int:
         start(job.script, job.folder)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code == exitcodes.LEFT:
-            return exitcodes.DONE  # rank 0 leaves the run for all ranks, and may need longer
+            return exitcodes.DONE  # rank 0 leaves the run for all ranks, and may end later than they
         time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and reports the error
         if isinstance(error, SystemExit) and error.code:  # scripts and replicas have different exit codes
             raise RuntimeError(f"{job.script} ended with sys.exit({error.code!r})") from None

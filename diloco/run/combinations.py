@@ -1,4 +1,4 @@
-"""Checks of settings: those that a lighthouse does not support, those that actors need, columns without a file.
+"""Checks of settings: settings that a lighthouse does not support, settings for actors, columns without a file.
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 

@@ -1,4 +1,4 @@
-"""Found (create) a run in a bucket, or open the existing one.
+"""Found (create) a run in a bucket, or open the existing run.
 
     open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      without torch
     then       model/publish.py: θ₀, in a child process

@@ -82,7 +82,7 @@ def tell_first_wait(session: Session, clock: Clock) -> None:
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     """Return the session that `diloco launch` claimed for this process; None for a script that you started by hand.
 
-    steps: outer steps that the script asks for, used if the operator has asked for none.
+    steps: outer steps that the script asks for, used if the operator has asked for no number.
     """
     session = LAUNCHED.get(one_spelling(url))
     if session is None or slot not in (AUTO, session.rv.slot):

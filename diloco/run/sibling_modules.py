@@ -67,7 +67,7 @@ def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
 
 
 def _imported(code: Path, folder: Path) -> Iterator[str]:
-    """Yield the full names of all modules that a file imports, and of those that `from … import` may mean."""
+    """Yield the full names of all modules that a file imports, and of modules that `from … import` may mean."""
     try:
         tree = ast.parse(code.read_bytes())
     except (SyntaxError, ValueError):  # the pre-flight check reports such a file

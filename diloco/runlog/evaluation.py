@@ -18,7 +18,7 @@ from typing import Any
 from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
-WHOLE = 0.9  # an evaluation with at least this share of the most prompts counts as complete
+WHOLE = 0.9  # an evaluation with at least this share of the largest number of prompts counts as complete
 KINDS = ("greedy", "sampled")  # the first kind that was measured is the headline
 
 

@@ -91,7 +91,7 @@ def newest_witness(store: Readable, keys: Iterable[str], head: int) -> tuple[int
 
 
 def refuse_broken_chain(store: Readable) -> None:
-    """Raise ChainBroken unless every commit up to the newest exists and follows the one before it."""
+    """Raise ChainBroken unless every commit up to the newest exists and follows the commit before it."""
     chain, t = Chain(store, 2), 0
     while chain.read(t) is not None:
         t += 1

@@ -180,7 +180,7 @@ class Reader:
         self._focus = WHOLE
         self._beats: dict[str, Beat] = {}
         self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
-        self._unread: list[Counted] = []  # offers to read, also those of a look that ended in an error
+        self._unread: list[Counted] = []  # offers to read, also the offers of a look that ended in an error
 
     def refresh(self, focus: Focus = WHOLE) -> Report:
         """Look at the run again.   focus: ignored in the first look.   After an error, the next look reads the rest."""

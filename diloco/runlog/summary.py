@@ -118,7 +118,7 @@ def _held_out_lines(report: Report) -> list[str]:
 
 
 def held_out_words(report: Report) -> list[str]:
-    """Return the newest evaluation as text, and a text if the run is over and its last θ has none."""
+    """Return the newest evaluation as text, and a text if the run is over and its last θ has no evaluation."""
     found = report.evaluations
     words = [evaluation_words(found)] if found else []
     is_over = report.done and all(session.how != "running" for session in report.sessions)

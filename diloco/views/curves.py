@@ -150,7 +150,7 @@ def _slots(step: Step, logged: LoggedSteps) -> list[str]:
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return a slot's numbers from its offer and its event; of two sessions, prefer the one that trained."""
+    """Return a slot's numbers from its offer and its event; of two sessions, prefer the session that trained."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
     logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and type(v) in (int, float)} if mine else {}
     offered = dict(step.learned.get(slot, {}))

@@ -174,7 +174,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     if not found:
         return []
     what = f"{_several_records(found)} without this run's seal and ignored by replicas"
-    advice = "another program can write into the bucket: change its credentials, then `diloco verify RUN`"
+    advice = "another program can write into the bucket: change the bucket's credentials, then `diloco verify RUN`"
     text = f"{what}; the newest: {found[-1].get('key')}"
     return [trouble("forged", text, advice, step=_step_of(report, found[0]["at"]))]
 
@@ -227,7 +227,7 @@ def _gated_words(slot: str, steps: list[int]) -> Trouble:
 
 
 def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find replicas that wait at least a quarter of their time for a slower one, and the cost of these waits."""
+    """Find replicas that wait at least a quarter of their time for a slower replica, and the cost of these waits."""
     known = [step for step in report.steps[-RECENT_STEPS:] if len(step.seconds) > 1]
     if run_state(report) != "running" or len(known) < LEAST_WAITS:
         return []

@@ -234,7 +234,7 @@ def unclaimed_names(report: Report) -> list[str]:
 
 
 def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return each slot's newest session, and the few earlier ones that ended last."""
+    """Return each slot's newest session, and the few earlier sessions that ended last."""
     before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
     late = {row.name for row in before[-OLD_SESSIONS:]}
     return [row for row in rows if row.is_newest or row.name in late]
@@ -277,7 +277,7 @@ def written_at(beat: Beat, report: Report, now: float) -> float:
 
 
 def dated_steps(report: Report, now: float) -> list[Step]:
-    """Return the newest outer steps, except those that a session with a clock ahead of this machine's has closed.
+    """Return the newest outer steps, except steps that a session with a clock ahead of this machine's has closed.
 
     The time of a step is too early if its closer's clock is behind."""
     newest = report.steps[-FOLLOWED:]
@@ -306,7 +306,7 @@ def newest_step_at(report: Report, now: float) -> float:
 
 
 def is_fresh(beat: Beat, report: Report, now: float) -> bool:
-    """Whether the heartbeat is not older than that of a live session."""
+    """Whether the heartbeat is no older than a live session's may be."""
     return now - written_at(beat, report, now) <= silent_s(report)
 
 

@@ -212,7 +212,7 @@ class ServerlessExecutor(Protocol):
 
     The answer to a launch may be lost, and a platform's list may be out of date, so two processes of one (slot,
     attempt) may run.  Their launch has one handle: a poll reports the process that counts, in Status.handle, and ends
-    the others.
+    the other processes.
     """
 
     @abstractmethod
@@ -257,7 +257,7 @@ class ServerlessExecutor(Protocol):
 
 
 class FleetExecutor(ServerlessExecutor, Protocol):
-    """The further methods that a run's supervisor needs; the short form needs none of them.
+    """The further methods that a run's supervisor needs; the short form needs none of these methods.
 
     labelled: the platform labels each process with its run, so it also finds processes of other launchers.
     hosts_supervisor: a run's supervisor can run on the platform (`start_supervisor`).

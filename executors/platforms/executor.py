@@ -302,12 +302,12 @@ def _whose(handle: Handle) -> str:
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
-    """Ask processes to leave, or kill them; return those that the platform could not reach."""
+    """Ask processes to leave, or kill them; return the processes that the platform could not reach."""
     return (platform.stop(handles, kill) or ()) if handles else ()
 
 
 def _kill_due(platform: Platform, known: KnownLaunches, deadlines: dict[Handle, float], now: float) -> None:
-    """Kill the processes whose grace is over; try again later for those that the platform could not reach."""
+    """Kill the processes whose grace is over; try again later for processes that the platform could not reach."""
     due = [h for h, until in deadlines.items() if until <= now]
     for handle in due:
         del deadlines[handle]

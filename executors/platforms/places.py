@@ -120,7 +120,7 @@ def build_executor(
 ) -> FleetExecutor:
     """Make one executor for all places.  Raise ExecutorError for an unknown executor or option.
 
-    former: earlier places of the run; the executor sees processes that still run there, but launches none there.
+    former: earlier places of the run; the executor sees processes that still run there, but launches no process there.
     """
     present = places_of(places)
     made: dict[tuple[str, str], FleetExecutor] = {}

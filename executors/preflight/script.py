@@ -237,7 +237,7 @@ def _named(folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[s
 
 
 def _with_configs(folders: Sequence[Path], named: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the named files and those that a configuration among them names, from its own folder or from here."""
+    """Return the named files and the files that a configuration among them names, from its own folder or from here."""
     found, new = dict(named), list(named)
     while new:
         name = new.pop()
@@ -406,7 +406,7 @@ def _is_folder_here(text: str) -> bool:
 
 
 def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
-    """Return the requirements of a script, without those that this project has itself.   Raises UsageError.
+    """Return the requirements of a script, without requirements that this project has itself.   Raises UsageError.
 
     folder: where its requirements.txt may lie; None for an installed module."""
     from packaging.requirements import InvalidRequirement, Requirement

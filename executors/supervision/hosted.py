@@ -76,7 +76,7 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """Run a supervisor's job; at its time limit, start the next one.
+    """Run a supervisor's job; at its time limit, start the next supervisor.
 
     The platform restarts the job after any exit code but 0.  So return 0, unless the supervisor ended without a last
     heartbeat "left", or could not start the next supervisor.

@@ -10,7 +10,7 @@
                 teachers' votes (Math-Shepherd also trains on shares of rollouts, arXiv 2312.08935)
     a run       inner.process.head = "head.safetensors": needs no teacher any more
 
-Not promised: good scores in states unlike those of the traces, or for a policy that has learned to exploit the head.
+Not promised: good scores in states unlike the traces' states, or for a policy that has learned to exploit the head.
 """
 
 from collections import defaultdict

@@ -4,11 +4,11 @@
     finished   … <user> 7 + 5? <assistant> <think> </think> It is 12. <end>
                └──────────── context ─────────────┘└────── action ────────┘
 
-The context ends where a finished turn no longer agrees with the opened one. A thought that the opening closes itself
+The context ends where a finished turn no longer agrees with the opened turn. A thought that the opening closes itself
 (`<think></think>`) stays in the context, also if finished turns leave it out: in rollouts the model continues it.
 
 Templates differ in the messages that they take. Mistral's templates need an id of nine characters for each call, and
-that of DeepSeek-V3 needs arguments as JSON text; so a template that refuses the messages gets the messages in these
+DeepSeek-V3's template needs arguments as JSON text; so a template that refuses the messages gets the messages in these
 forms, too. A call that the template leaves out is written as text. A template that leaves out a tool's result is an
 error: the model would act without the result.
 

@@ -5,7 +5,7 @@
     └ "" counts the rows: dropped
 
 At most one column without a name stays, as "", which inner.data.columns may rename.  Of several columns without a name,
-the first with a text in a row stays, else the first one. The others are dropped if they are empty or count the rows.
+the first with a text in a row stays, else the first one. Other columns are dropped if empty or a count of rows.
 
 Not promised: to drop an index that a program sorted or filtered; if another column without a name is beside it, the
 file is refused.

@@ -69,7 +69,7 @@ class TAIDScheduler:
 
     def update_t(self, loss: Tensor | float, global_step: int) -> float:
         """Update t after a step, and return it. Three losses are not used: the first (it only becomes `previous`), an
-        exact 0 (an empty batch), and one that is not finite. For these, t follows the line."""
+        exact 0 (an empty batch), and a loss that is not finite. For these, t follows the line."""
         value = float(loss)
         line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
         ahead = self.t

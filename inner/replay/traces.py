@@ -260,7 +260,7 @@ def _action_turn(event: Mapping[str, Any], turns: Sequence[Message]) -> Message 
 
 
 def _event_call(event: Mapping[str, Any], args: Mapping[str, Any]) -> Message:
-    """Return the model's call if the log has it; else make one from the action and its arguments."""
+    """Return the model's call if the log has it; else make a call from the action and its arguments."""
     made = event.get("tool_call_metadata") or {}
     for choice in (made.get("model_response") or {}).get("choices") or ():
         for call in choice["message"].get("tool_calls") or ():

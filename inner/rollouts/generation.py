@@ -162,7 +162,7 @@ class GenerationTrainer(LeanToolLoop):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute π_old without dropout, because the policy that sampled had none; only the loss has dropout."""
+        """Compute π_old without dropout, because the policy that sampled had no dropout; only the loss has dropout."""
         with self.turn(False), nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
@@ -223,7 +223,7 @@ class GenerationTrainer(LeanToolLoop):
         return {name: len(values) for name, values in self._metrics[self._mode()].items()}
 
     def _forget_metrics(self, counts: dict[str, int]) -> None:
-        """Leave out the metrics recorded since `_metric_counts`, because the loss does not use these rollouts."""
+        """Leave out the metrics recorded since `_metric_counts`, because the loss does not use their rollouts."""
         for name, values in self._metrics[self._mode()].items():
             del values[counts.get(name, 0) :]
 

@@ -98,8 +98,8 @@ class InnerConfig(Table):
     dtype: str = setting("float32", "Dtype of the trained weights.")
     autocast: str = setting(
         "auto",
-        'Where matrix products of float32 weights use bfloat16: "auto": GPUs that have it, "bfloat16": CPUs, too (faster '
-        'with AMX), "off": nowhere. Weights, gradients and moments stay float32.',
+        'Where matrix products of float32 weights use bfloat16: "auto": GPUs with bfloat16, "bfloat16": CPUs, too '
+        '(faster with AMX), "off": nowhere. Weights, gradients and moments stay float32.',
         one_of=AUTOCAST,
     )
     lr: float | None = setting(

@@ -77,7 +77,7 @@ def working_folder(folder: Path) -> str:
 
 
 def _lines(folder: Path) -> list[list[str]]:
-    """Return the words of each instruction of a folder's Dockerfile; none without a Dockerfile.
+    """Return the words of each instruction of a folder's Dockerfile; no words without a Dockerfile.
 
     Lines that end with a backslash are joined.   Comments and the texts of heredocs are left out."""
     path = folder / "Dockerfile"

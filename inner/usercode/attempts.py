@@ -172,6 +172,6 @@ def read_values(answer: Any, expected: int) -> Values:
 
 
 def rows_of(columns: Mapping[str, Any], rows: Rows, completions: int) -> dict[str, Any]:
-    """Select completions in TRL's keyword arguments: lists with one entry per completion are cut, others stay."""
+    """Select completions in TRL's keyword arguments: lists with one entry per completion are cut, other values stay."""
     per_completion = {n for n, value in columns.items() if isinstance(value, list) and len(value) == completions}
     return {n: [value[i] for i in rows] if n in per_completion else value for n, value in columns.items()}

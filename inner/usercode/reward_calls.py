@@ -270,7 +270,7 @@ class RewardCalls:
 
 
 class _Call:
-    """One call of the user's function. TRL gets metrics of a whole batch only after the reward has returned."""
+    """One call of the user's function. TRL gets the metrics that the function logs only after its end."""
 
     def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
         self._reward = reward

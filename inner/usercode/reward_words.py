@@ -4,7 +4,7 @@
     an error of the user's code ──▶ next_step: a file or a module that the run lacks, a notebook's magic, or the line
 
 A reward may come from TRL (an environment's get_reward), from this project (a task, a reward model), or from a package.
-The line to correct is then the last one that was running outside of all packages.
+The line to correct is then the last line that was running outside of all packages.
 
 Not promised: the line of the user's code, if the error did not come from the user's file; that the advice fits if the
 code raised an error in place of another error.
@@ -68,7 +68,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
 
 
 def _file_of(reward: Any) -> Path | None:
-    """Return the user's file that defines the reward; None for a package's reward, and for one that is an object."""
+    """Return the user's file that defines the reward; None for a package's reward and a reward that is an object."""
     try:
         file = inspect.getfile(inspect.unwrap(reward))
     except TypeError:

@@ -164,7 +164,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
-    """Return a warning if some rows' best answers have more than `room` tokens, the most of a completion; else ""."""
+    """Return a warning if some rows' best answers have more than `room` tokens, a completion's limit; else ""."""
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []

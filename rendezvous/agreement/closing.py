@@ -218,7 +218,7 @@ class Committer:
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
     def _check_wanted(self, wanted: Wanted) -> str:
-        """Read new control records; return "" if there are none, else a reason not to close now.
+        """Read new control records; return "" if there are no new records, else a reason not to close now.
 
         A commit follows every control record that was durable before its closer looked.
         """

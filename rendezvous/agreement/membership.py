@@ -4,8 +4,8 @@
     beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
     control   control/000000, 000001, …  read in order; each record overrides parts of the desired state
 
-`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  The parts of
-a tick are independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any
+`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated thread.  The parts
+of a tick are independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any
 other error is reported and tried again.  If a part fails too often, `tick` raises HeartbeatLost and the replica ends.
 Every tick writes a beat.  The other requests are rare, because a cloud store bills each one:
 
@@ -155,7 +155,7 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
-    """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
+    """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing object.
 
     A run of weeks has thousands of objects, so where requests are slow, each round asks for twice as many.
     """

@@ -70,7 +70,7 @@ class OfferBook:
     def announce(self, mine: Offer) -> Offer:
         """Write this replica's offer under the first free attempt number, and return the slot's offer that counts.
 
-        If an earlier generation has an eligible offer, return that one: this replica's offer will then never count.
+        If an earlier generation has an eligible offer, return that offer: this replica's offer will then never count.
         """
         body = mine.encode()
         attempt = 0

@@ -219,7 +219,7 @@ def patience_s(tooks: Iterable[float], poll: float) -> float:
 def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
     """Return the seconds of a full round, by the slowest replica of the fastest quarter.
 
-    So one unusually fast replica of five does not shorten the rounds of the others.  Zero pseudogradients are left
+    So one unusually fast replica of five does not shorten the other replicas' rounds.  Zero pseudogradients are left
     out, unless all are zero: they do not show how long training takes.
     """
     offers = [*fresh]

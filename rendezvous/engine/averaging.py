@@ -1,4 +1,4 @@
-"""The mean of a commit, for a running replica: it waits for a bad body, and repairs its own bodies for the others.
+"""The mean of a commit, for a running replica: it waits for a bad body, and repairs its own bodies for other replicas.
 
     listed bodies ──▶ Reducer ──▶ mean                                 direct
                       ShardedMean: our part ─▶ others' parts ─▶ mean   sharded

@@ -1,4 +1,4 @@
-"""The end of a replica: within its grace period it offers its work and writes the blobs that others need.
+"""The end of a replica: within its grace period it offers its work and writes the blobs that other replicas need.
 
     asked ─ inner step ends ─▶ offer the work ──▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
                             └────────────────────────── grace ────────────────────────┘

@@ -50,9 +50,9 @@ class ShardedMean:
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the commit's mean into `out`, and announce the parts that this replica owns.
 
-        A replica that finds a bad blob leaves the part to others: the blob's writer has the bytes in memory, and puts
-        them back or computes the part.  If no writer has the bytes any more and the part is not announced, raise
-        Corrupt after `dead_after`.
+        A replica that finds a bad blob leaves the part to other replicas: the blob's writer has the bytes in memory,
+        and puts them back or computes the part.  If no writer has the bytes any more and the part is not announced,
+        raise Corrupt after `dead_after`.
         """
         parts = self.reducer.parts.split(commit, out.size)
         missing = set(range(len(parts)))
@@ -107,7 +107,7 @@ class ShardedMean:
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 
     def _owner_patience(self, commit: Commit) -> float:
-        """Return the seconds that an owner may take for a part before the others compute it."""
+        """Return the seconds that an owner may take for a part before other replicas compute it."""
         return max(_LEAST, 4 * self.timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:

@@ -184,7 +184,7 @@ class Reducer:
             get_codec(self._codec).decode(rows, mean)
 
     def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
-        """Return the listed bodies whose records fit this fragment; report the others."""
+        """Return the listed bodies whose records fit this fragment; report the other bodies."""
         flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
         for listed, why in flaws:
             if why:

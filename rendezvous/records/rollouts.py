@@ -58,5 +58,5 @@ def read_record(body: bytes) -> tuple[Rollouts, memoryview]:
 
 
 def is_whole(record: Rollouts, payload: memoryview, kind: str) -> bool:
-    """Whether the payload has the record's digest, of this kind or a stronger one."""
+    """Whether the payload has the record's digest, of this kind or a stronger kind."""
     return has_digest(payload, record.digest, kind)

@@ -65,7 +65,7 @@ def stays_here(url: str) -> bool:
 
 
 def urls_above(url: str) -> list[str]:
-    """Return the URLs of the folders or prefixes that contain `url`, nearest first; none for memory://.
+    """Return the URLs of the folders or prefixes that contain `url`, nearest first; no URL for memory://.
 
     "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
     """

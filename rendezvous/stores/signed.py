@@ -15,7 +15,7 @@ record is not valid under another key: in another slot, step or run.  The rest o
 tag, and digests of commits are computed without it.  All replicas see the same bytes, and ignore the same records.
 
 Not promised: secrecy, because records are plain text; availability, because a writer that may overwrite or delete
-objects can stop the run.  Beats are overwritten, so such a writer can restore an old one; it counts as silence.
+objects can stop the run.  Beats are overwritten, so such a writer can restore an old beat; it counts as silence.
 """
 
 import hmac

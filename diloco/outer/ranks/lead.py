@@ -1,4 +1,4 @@
-"""The choice of a process's manager: its own, or one that follows rank 0.
+"""The choice of a process's manager: its own, or a manager that follows rank 0.
 
     manager = lead(lambda: StoreManager("s3://bucket/run", slot="r00"))
                  │ one process: that manager

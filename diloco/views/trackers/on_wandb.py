@@ -98,7 +98,7 @@ def history_steps(path: Path) -> Iterator[int]:
 
 
 def read_records(raw: bytes) -> Iterator[bytes]:
-    """Yield the records of a .wandb file up to the first incomplete one."""
+    """Yield the records of a .wandb file up to the first incomplete record."""
     at = FILE_HEAD
     body = b""
     while at + HEAD.size <= len(raw):

@@ -110,7 +110,7 @@ def is_kill_due(beat: Beat, report: Report) -> bool:
 
 
 def extra_checks(report: Report) -> list[Check]:
-    """Return the demo's own checks, in addition to those of every run."""
+    """Return the demo's own checks, in addition to the checks of every run."""
     killed = [x for x in report.sessions if x.how == "killed"]
     ends = first_and_last(report)
     reward = "no reward was logged" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"

@@ -110,7 +110,7 @@ def freshness_line(read_s: float, trouble: str, width: int) -> str:
 
 
 CELLS: Sequence[tuple[str, int, int, Callable[[SessionRow], str]]] = (
-    # title, size (see _cell) on a narrow terminal and on a wide one, text; after them, the session's end fills the line
+    # title, size (see _cell) on a narrow and on a wide terminal, text; the session's end fills the rest of the line
     ("session", 8, 10, lambda row: row.name),
     ("place", 8, 16, lambda row: row.place),
     ("device", 7, 18, lambda row: short_device(row.device)),

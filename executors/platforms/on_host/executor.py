@@ -223,7 +223,7 @@ class LocalProcessExecutor(Executor):
         return {**spec.to_dict(), **more, "handle": handle.to_dict()}
 
     def _share_of(self, spec: ReplicaSpec) -> tuple[str, list[int]]:
-        """Return the replica's CUDA devices ("" if the spec asks for none) and its cores ([]: all cores)."""
+        """Return the replica's CUDA devices ("" if the spec asks for no device) and its cores ([]: all cores)."""
         if not (spec.gpu or self._cores):
             return "", []
         from executors.platforms.on_host.affinity import cores_of, gpu_of

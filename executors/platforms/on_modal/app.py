@@ -208,7 +208,7 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
 
 
 def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a run's supervisor like a replica; at its time limit, start the next one.
+    """Run a run's supervisor like a replica; at its time limit, start the next supervisor.
 
     Raise if no next supervisor could be started, or if this supervisor was cut off: Modal then repeats the call.  The
     register counts the repetitions, and a supervisor that died too often is not repeated.

@@ -14,7 +14,7 @@ A replica's event that its own disk was full is hidden once the replica has join
 no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
-returns only the first ones.  Not promised either: the exact time of a start, which needs a running supervisor.
+returns only the first lines.  Not promised either: the exact time of a start, which needs a running supervisor.
 """
 
 import os

@@ -192,7 +192,7 @@ class GiveUp(Action):
 
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
-    """Return one action per slot that needs one; a slot in its desired state needs none."""
+    """Return one action per slot that needs one; a slot in its desired state needs no action."""
     found = [_action_for(desired, one, now, limits) for one in observed]
     return [action for action in found if action is not None]
 

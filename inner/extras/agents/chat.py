@@ -45,7 +45,7 @@ class Chat:
         return _in_a_form(write, messages)
 
     def behind(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids from behind the end of an assistant's turn to the next opened one.   Raises InnerError."""
+        """Return the ids from behind the end of an assistant's turn to the next opened turn.   Raises InnerError."""
         results = [*takewhile(lambda message: message["role"] == "tool", messages)]
         ids = [{"id": m["tool_call_id"]} if m.get("tool_call_id") else {} for m in results]
         functions = [{"name": m["name"], "arguments": {"s": TURN}} for m in results]

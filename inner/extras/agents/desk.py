@@ -133,7 +133,7 @@ class Desk:
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Refuse the requests of episodes that have ended, and those whose clients have hung up."""
+        """Refuse requests of episodes that have ended, and requests whose clients have hung up."""
         before, self._waiting = self._waiting, []
         for waiting in before:
             if waiting.episode.done or waiting.hung_up():

@@ -8,7 +8,7 @@
 The ids that the model sampled are trained on, not a text that is tokenised again (conversation.py).
 
 Linger: while other agents are at work, the waiting agents wait as long as the last batch took to sample. So a slow tool
-of one agent costs the others at most twice their time.
+of one agent costs the other agents at most twice their time.
 
 An agent that raises an exception has broken its judge, so inner.rewards.broken sets its reward; after a connection
 error, a silence of `agent_timeout_s`, or without any call of the model, its rollout has no reward.

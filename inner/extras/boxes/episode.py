@@ -161,7 +161,7 @@ class Episode:
     ) -> float | None:
         """Return the number of a verifier in a new box.   found: an episode's artifacts, if they are to be judged.
 
-        We stop the episode's box first: an account may allow only one.   Raises BoxGone and ProviderFailed."""
+        We stop the episode's box first: an account may allow one box.   Raises BoxGone and ProviderFailed."""
         _release_quietly(self._starter, self._owner)
         try:
             box = self._starter.start(self._fresh_owner(n), _verifiers_recipe(self.task))
@@ -215,7 +215,7 @@ class Episode:
 
 
 def box_recipes(task: HarborTask) -> list[BoxRecipe]:
-    """Return the recipes of a task's boxes: the episode's, then that of the verifier's own box, if it has one."""
+    """Return the recipes of a task's boxes: the episode's box, then the verifier's own box, if it has one."""
     return [_recipe(task), *([_verifiers_recipe(task)] if task.apart else [])]
 
 

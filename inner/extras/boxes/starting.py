@@ -44,7 +44,7 @@ KINDS = {
     "local": ("local", "LocalBoxes"), "e2b": ("e2b_boxes", "E2bBoxes"), "modal": ("modal_boxes", "ModalBoxes"),
     "hf": ("hf_boxes", "HfBoxes"),
 }  # fmt: skip
-SWEEPS = 5  # at most so many tries of `sweep` until the provider's list is empty
+SWEEPS = 5  # the limit of tries of `sweep` until the provider's list is empty
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ _OPENING = Lock()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
-AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost one
+AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost session
 
 
 class ToolFailed(Exception):

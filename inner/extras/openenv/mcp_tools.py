@@ -30,7 +30,7 @@ from typing import Any, Literal, Union
 from inner.errors import InnerError
 
 Schema = Mapping[str, Any]
-DEEPEST = 8  # at most so many levels of a schema to read, because a recursive schema has no end
+DEEPEST = 8  # the limit of a schema's levels to read, because a recursive schema has no end
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
 }  # fmt: skip

@@ -40,8 +40,8 @@ MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 class ProofCheck:
     """The result for one rollout's proofs.  Each number is the largest of all proofs.
 
-    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the
-    others' mantissas; infinite if no exponent is right.
+    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of mantissas whose
+    exponents agree; infinite if no exponent agrees.
     """
 
     mismatches: float

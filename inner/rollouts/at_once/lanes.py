@@ -220,7 +220,7 @@ class Workers:
         self._waiting.append((lane, item))
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Start the items that may begin.   loop: runs the async calls of items that were made without one."""
+        """Start the items that may begin.   loop: runs the async calls of items that were made without a loop."""
         with self._lock:
             self._loop = self._loop or loop
             while self._free and self._waiting:

@@ -49,7 +49,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
     if any(len(ids) > trainer.max_completion_length for ids in bundle.ids):
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
-        return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
+        return "it was sampled elsewhere, and this objective needs rollouts that the trained weights sampled"
     if bundle.logprobs is not None and has_dropout(trainer):
         return "it was sampled elsewhere, and inner.lora.dropout or inner.trl.disable_dropout keeps dropout in the loss"
     adds = trainer.environment_factories is not None
