@@ -163,7 +163,7 @@ def _source(path: Path) -> str:
 def _unreadable(codes: Sequence[Path], folder: Path) -> Iterator[str]:
     """Yield notes on modules of packages that are not valid Python: the script may never import them.
 
-    folder: of the script; such a module in this folder is a mistake, so raise UsageError."""
+    folder: where the script is. An invalid module there is a mistake, so raise UsageError."""
     for code in codes:
         try:
             _source(code)

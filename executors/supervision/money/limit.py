@@ -118,7 +118,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
-        """Return the lease that is due: a shorter lease at once, a longer one if under half of this one is left."""
+        """Return the lease that is due: a shorter lease at once, a longer one if the present one covers under half."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)

@@ -268,7 +268,7 @@ class SlotState:
         )  # fmt: skip
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
-        """Return seconds since the process's last new heartbeat, or since it began to run (again) without one."""
+        """Return seconds since the process began to run (again), or since its last new heartbeat, if that is later."""
         ran = 0.0 if self.running_since is None else now - self.running_since
         own = self.handle is not None and beat is not None and is_from_launch(self.handle, beat)
         return min(ran, now - self.still_since) if own else ran

@@ -60,7 +60,7 @@ class MlxEngine:
         self._model.eval()
 
     def _with_adapter(self, path: str, layers: dict[str, Any]) -> Any:
-        """Return the layer with an adapter at `path`; put one there at first."""
+        """Return the layer at `path`, which gets an adapter at the first call."""
         lora, utils = _mlx("mlx_lm.tuner.lora"), _mlx("mlx.utils")
         layer = layers.get(path)
         if not hasattr(layer, "weight") and not isinstance(layer, lora.LoRALinear):

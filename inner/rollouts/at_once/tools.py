@@ -199,7 +199,7 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def _with_text(result: Any) -> Any:
-    """Return the result as TRL's loop shows it. The text is made here, so that the call gets a fault of __str__.
+    """Return the result as TRL's loop shows it. The text is made here, so that an error of __str__ is the call's error.
 
     An object's place in memory (`<Image at 0x7f…>`) is left out: no other process could make these rollouts again."""
     if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`
