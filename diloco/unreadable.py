@@ -71,7 +71,7 @@ def file_hint(path: Path) -> str:
 
 
 def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
-    """Return the message for a setting that names no file.   name: its value.   folder: the config file's folder."""
+    """Return the message for a setting that names no file.   name: the value.   folder: the config file's folder."""
     if not is_code(kind) and path.is_dir():
         return f"{setting_of(kind)}: {folder_words(path)}"
     if not is_code(kind):
@@ -120,7 +120,7 @@ def _defined(text: str, kind: str = "reward") -> list[str]:
 
 
 def foreign_words(url: str, found: str) -> str:
-    """Return the message for a folder that holds other files than a run's.   found: their names.
+    """Return the message for a folder that holds other files than a run's.   found: names of these files.
 
     Raises RecordsLost if a run's records are there, too: then the folder needs a backup, and no new run."""
     words, is_lost = no_run_words(url, open_store(url, make=False))

@@ -223,7 +223,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session, *, with_supervisor
 class Heard:
     """The last change of any heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
 
-    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: of the heartbeats, by slot."""
+    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: slot -> (generation, n)."""
 
     patience_s: float
     at: float

@@ -34,7 +34,7 @@ MOST_PAUSE = 16  # the longest wait between two probes, in bundles
 
 @dataclass(frozen=True)
 class Standing:
-    """A slot's position.   step: its outer step.   data, inner: inner steps taken in its data order, and in this round.
+    """A slot's position.   step: the outer step.   data, inner: inner steps taken in its data order, and in this round.
 
     rate: seconds per inner step, 0 if unknown.   ranks: processes of its replica, each with a bundle of its own.
     """

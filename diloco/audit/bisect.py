@@ -134,7 +134,7 @@ UNCLEAR, COULD_NOT_RUN = 125, 126  # from 126 on: no such command, or a signal
 
 @dataclass(frozen=True)
 class Judge:
-    """A user's command.   words: its arguments.   merge: for a LoRA run, pass the whole model, not the adapter."""
+    """A user's command.   words: the command's.   merge: for a LoRA run, pass the whole model, not the adapter."""
 
     run: Run
     record: ModelRecord

@@ -74,7 +74,7 @@ class OfflineScorer:
     def score(
         self, at: int, state: OuterState, report_progress: Callable[[str], None] = lambda text: None
     ) -> Evaluation:
-        """Score θ on all prompts.   at: its outer step.   Raises ConfigError."""
+        """Score θ on all prompts.   at: the outer step that θ belongs to.   Raises ConfigError."""
         rows = self.rows
         put_into(self.loop.model, state)
         with warnings.catch_warnings(record=True) as warned:

@@ -82,7 +82,7 @@ class StepFacts:
     """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the desired
     state at the commit.
 
-    claims: of every slot, by generation.   events: during the step, with "slot" and "generation" of their sessions.
+    claims: slot -> claims by generation.   events: during the step, with "slot" and "generation" of their sessions.
     """
 
     head: int

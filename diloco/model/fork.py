@@ -37,7 +37,7 @@ PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Fork:
-    """The start of the new run.   arrays: its outer state before the first step.   base: their digest."""
+    """The start of the new run.   arrays: its outer state before the first step.   base: digest of `arrays`."""
 
     parent: Parent
     origin: Run

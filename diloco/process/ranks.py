@@ -205,7 +205,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
-    """Return the variables by which torch, accelerate and TRL know a rank.   folder: that of this replica's session."""
+    """Return the variables by which torch, accelerate and TRL know a rank.   folder: the replica's session's folder."""
     numbers = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {MEET: os.path.join(folder, "meet"), **{name: str(number) for name, number in numbers.items()}}
 

@@ -98,7 +98,7 @@ class TurnWatch:
         self._busy = False
 
     def has_overstayed(self, elapsed: float) -> bool:
-        """Whether the turn has lasted too long.   elapsed: as for `Watchdog.look`."""
+        """Whether the turn has lasted too long.   elapsed: the same as for `Watchdog.look`."""
         self._stood = self._stood + elapsed if self._busy else 0.0
         return self._stood > self.limit_s
 

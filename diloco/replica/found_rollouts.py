@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def read_found(
     places: "BucketPlaces", place: BundlePlace, key: str, body: bytes, unfit: Unfit
 ) -> tuple[Bundle | None, str]:
-    """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step.   key: of the object."""
+    """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step.   key: the object's."""
     if body == VOID:
         return None, ""  # the store has reported the error
     record, payload = read_record(body)

@@ -195,7 +195,7 @@ class RunConfig:
         return {kind: self.path_of(kind, name) for kind, name in self._named_files().items()}
 
     def path_of(self, kind: str, name: Any) -> Path:
-        """Return the path of the user's file of this kind.   name: its name in the config."""
+        """Return the path of the user's file of this kind.   name: the file's name in the config."""
         if kind in self.gathered:
             return self.gathered[kind]
         if not is_one_file(name):

@@ -45,7 +45,7 @@ ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
+    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: over LINK.
 
     loading: host bytes of all processes' copies while the model loads.
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
@@ -81,7 +81,7 @@ def footprint(
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
     trained: number of the adapter's parameters; None if the whole model is trained.   quantised: how many of the base's
-    parameters have 4 bits on the device (inner.lora.base).   devices: number per replica."""
+    parameters have 4 bits on the device (inner.lora.base).   devices: how many a replica has."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained

@@ -23,7 +23,7 @@ URL, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"  # variable
 
 @dataclass(frozen=True)
 class Script:
-    """A script that each replica runs.   path: its file's path in the folder, or the module that `python -m` names.
+    """A script that each replica runs.   path: the file's path in the folder, or the module that `python -m` names.
 
     packages: requirements of the script that a rented machine installs (PEP 723, requirements.txt).
     fresh: a process here begins without imported libraries, because the script must run before their import.

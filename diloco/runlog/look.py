@@ -45,7 +45,7 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series of numbered records.   low: at least so many exist.   high: no record has this number.
+    """A series of numbered records.   low: at least this many exist.   high: no record has this number.
     reach: galloping keys.   then(n): called when the length n is known."""
 
     key: Numbered
@@ -140,7 +140,7 @@ class ReadSoFar:
 class Found:
     """The findings of one look.   lost: text about missing control records, or "".
 
-    claims: number per slot.   logs: per session, the range of objects to read.
+    claims: slot -> number of claims.   logs: session -> range of objects to read.
     """
 
     wanted: Wanted

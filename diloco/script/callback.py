@@ -384,7 +384,7 @@ def speak_for_one(args: Any, trainer: Any) -> None:
 
 
 def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, each: int = 1) -> None:
-    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: of one replica.
+    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: a replica's.
 
     each: optimizer steps of the trainer per step of the scheduler."""
     lambdas = getattr(scheduler, "lr_lambdas", None)
@@ -397,7 +397,7 @@ def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, 
 
 
 def restarts(scheduler: Any, planned: int, steps: int) -> str:
-    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler."""
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: the scheduler's."""
     ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
     return (
         f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"

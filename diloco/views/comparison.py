@@ -79,7 +79,7 @@ def _name(kind: str) -> str:
 
 @dataclass(frozen=True)
 class _UserFile:
-    """A user's file.   spelled: its name in the setting, which does not count as a difference."""
+    """A user's file.   spelled: the file's name in the setting, which does not count as a difference."""
 
     digest: str
     function: str

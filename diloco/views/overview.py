@@ -64,7 +64,7 @@ class SessionRow:
     place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
     beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
-    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: in its slot.
+    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: no later one is in the slot.
     """
 
     slot: str
@@ -99,7 +99,7 @@ class Overview:
     """A live view's numbers.   state: "not begun", "running", "done" or "stopped".
 
     step: number of committed outer steps.   steps: number of wanted steps, 0 if unlimited.   step_s: seconds per step.
-    eta_s: until the end.   open_s: since the newest commit.   snapshot_age_s: since the newest snapshot's step.
+    eta_s: time until the end.   open_s: time since the newest commit.   snapshot_age_s: the newest snapshot's.
     """
 
     name: str

@@ -27,7 +27,7 @@ DECLINED = 130
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a command.   data: for programs.   lines: for people.   note: printed to stderr after the lines.
+    """The output of a command.   data: what programs get.   lines: what people see.   note: then printed to stderr.
 
     sentences: whether to wrap the lines.   A command that has printed its output itself leaves all fields empty.
     """

@@ -26,7 +26,7 @@ def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentPar
 
 
 def _read_typed(name: str, text: str) -> Any:
-    """Convert an option's text.   name: of a converter in executors/cli/typed.py."""
+    """Convert an option's text.   name: the name of a converter in executors/cli/typed.py."""
     from executors.cli import typed
 
     return getattr(typed, name)(text)

@@ -123,7 +123,7 @@ class Handle(Plain):
     """One launched process; any launcher on the same platform can find it again.
 
     host, pid, started (clock ticks since boot): these three identify a process of a machine (process/processes.py).
-    files: path of its files, for people to read; "" if only its claim was found.   native: its id on a platform (a
+    files: path of its files, for people to read; "" if only its claim was found.   native: the platform's id (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None if
     unknown.
 
@@ -180,7 +180,7 @@ def last_lines(lines: Sequence[str], tail: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Result(Plain):
-    """The end of one replica.   value: its function's return value.   tail: its last log lines, without success."""
+    """The end of one replica.   value: the function's return value.   tail: the last log lines of a failure."""
 
     handle: Handle
     state: State

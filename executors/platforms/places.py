@@ -34,7 +34,7 @@ PRELOAD = (
 class Place(Plain):
     """A platform with its settings, and the number of a run's slots there.
 
-    count: number of slots (0: all remaining slots).   gpu, timeout_s, secrets, env: for each replica (ReplicaSpec).
+    count: number of slots (0: all remaining slots).   gpu, timeout_s, secrets, env: see ReplicaSpec.
     options: arguments of the executor: image, region, namespace, …
     lease: whether rented replicas leave when the run has had no supervisor for half an hour.
     actors: whether actors run there, and no replicas.

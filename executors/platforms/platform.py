@@ -91,7 +91,7 @@ class Platform(ABC):
     def discover(self, run: str) -> Iterable[Handle]:
         """Find the processes of a run, from durable data alone; of each slot's processes, the best comes last.
 
-        run: its URL, spelled as in the specs of its launches."""
+        run: the run's URL, spelled as in the specs of its launches."""
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Return the lines that the process printed, or at least the last `tail` of them."""

@@ -20,7 +20,7 @@ RUNS = {"run", "old", "store"}  # positional arguments that name a run
 
 
 def run_first(words: Sequence[str], positional: Sequence[str]) -> list[str]:
-    """Return a verb's words with the values of --run as its first arguments.   positional: of the verb."""
+    """Return a verb's words with the values of --run as its first arguments.   positional: the verb's."""
     if not RUNS.intersection(positional[:1]):
         return [*words]
     runs, rest, left = list[str](), list[str](), iter(words)

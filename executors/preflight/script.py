@@ -231,7 +231,7 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 def _named(folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file) of files that the code or an argument names.
 
-    folders: where to look; the first that has a file counts."""
+    folders: the places to look in; the first folder that has a file counts."""
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     yield from _files_here(folders, typed | {text for code in codes for text in _strings(code)})
 

@@ -190,7 +190,7 @@ def train_process_head(
 ) -> tuple[ProcessHead, float]:
     """Train a head; -> the head and its last loss (nats, binary cross-entropy with soft labels).
 
-    model: the start model of the run.   states, actions: of a replay (inner.replay).
+    model: the start model of the run.   states, actions: those that a replay gives (inner.replay).
     steps: AdamW steps on 64 examples each; lr falls linearly to 0.
     Raises InnerError if no teacher answered."""
     examples = head_examples(tokenizer, states, actions, key=key)

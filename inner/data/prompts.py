@@ -51,7 +51,7 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
 def load_prompts(
     spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
-    """Load rows that all have a `prompt`.   kind: that of the user's file.   Raises InnerError."""
+    """Load rows that all have a `prompt`.   kind: what the user's file is for.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
     named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns already have their final names

@@ -143,7 +143,7 @@ def refuse_adapter(folder: Path, what: str) -> None:
 
 
 def refuse_hub_adapter(model: str, names: Iterable[str]) -> None:
-    """Raise InnerError for a repository with an adapter of PEFT.   names: its files."""
+    """Raise InnerError for a repository with an adapter of PEFT.   names: the repository's files."""
     if "adapter_config.json" in names:
         raise InnerError(_ADAPTER.format(f"model = {model!r}", model, "another model"))
 

@@ -111,10 +111,10 @@ async def replay_trace(
     min_student_entropy  ask only about states where the student's entropy is at least this (nats per token)
     agreement_threshold  with tiers: if this many teachers agree, no teacher of a further tier is asked
     key                  the part of a turn that is compared (commands.py); None: each state's `action_form` decides
-    timeout_s            for one whole exchange, from the connection to the last byte
+    timeout_s            limit of one whole exchange, from the connection to the last byte
     progress             None: a progress bar if stderr is a terminal
     ledger               an open Ledger stays open
-    transport, clock     httpx's transport, and the clock of the waits between tries: for tests
+    transport, clock     httpx's transport, and the clock of the waits between tries; tests set both
 
     InnerError: an argument is wrong, and no request was sent. ReplayStopped: see above.
     """

@@ -101,7 +101,7 @@ class MaskedShare:
         self._has_warned = False
 
     def note(self, share: float, sequences: int, host: Host) -> None:
-        """Add one generation.   share: the masked part of its sequences.   sequences: their number."""
+        """Add one generation.   share: the masked part of its sequences.   sequences: how many it has."""
         self._masked += share * sequences
         self._seen += sequences
         if self._seen < ENOUGH:

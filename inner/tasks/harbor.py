@@ -60,8 +60,8 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 class VerifierBox:
     """The verifier's own box.   artifacts: for each, its path in both boxes and the patterns that are left out.
 
-    image, folder, env, offline, programs, base, build, odd: as in HarborTask.
-    files: as in HarborTask; None: the files of the episode's box."""
+    image, folder, env, offline, programs, base, build, odd: these fields mean the same as in HarborTask.
+    files: the same as in HarborTask; None: the files of the episode's box."""
 
     image: str
     folder: str
@@ -151,7 +151,7 @@ def build_fault(provider: str, odd: str = "RUN …", *, of_verifier: bool = Fals
 
 
 def local_fault(image: str, paths: Iterable[str]) -> str:
-    """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
+    """Return why no local box can hold such a task; "" if one can.   paths: the task's folder and files."""
     if image:
         return f"a local box has no images, and this task has {image!r}. Use another provider, or leave the image out."
     for path in paths:

@@ -49,7 +49,7 @@ Spelling = str | list[str] | None
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run.   refused: why no replica could train.   note: which checks were left out."""
+    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
 
     refused: str = ""
     note: str = ""

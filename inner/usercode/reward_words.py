@@ -109,7 +109,7 @@ def _brief(file: str) -> str:
 
 
 def next_step(error: BaseException, path: Path, line: str) -> str:
-    """Return the next thing to do.   path: the user's file.   line: its last line that was running."""
+    """Return the next thing to do.   path: the user's file.   line: the last line of it that ran."""
     if isinstance(error, FileNotFoundError) and (name := _left_behind(error, path)):
         return (
             f"a run carries code only, not {name}: write its values into a .py module that {path.name} imports, or "

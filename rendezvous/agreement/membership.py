@@ -56,7 +56,7 @@ class Wanted:
     guests: slots whose replicas you start yourself: they take part, and no supervisor restarts them.
     actors: the number of actors to keep (diloco/actor/).   most_actors: the largest `actors` of any record.
     former: places that earlier records named.   highest_quorum: the largest `min_replicas` of any record.
-    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
+    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: the same as in Control.
     """
 
     replicas: int = 0
@@ -203,7 +203,7 @@ def _control_numbers(store: Readable) -> list[int]:
 
 
 def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None) -> list[Control]:
-    """Return the control records above n, in order, except records that LIST does not show.   numbers: its answer"""
+    """Return the control records above n, in order, except records that LIST does not show.   numbers: LIST's answer"""
     above = [m for m in (_control_numbers(store) if numbers is None else numbers) if m > n]
     found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in above]
     return [control for m, control in found if control is not None and control.n == m]

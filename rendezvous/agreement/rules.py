@@ -36,8 +36,8 @@ class Rules:
     """The rules that all replicas of a run share, stored in run.json.
 
     fragments: F, the number of fragments.   sync_every: H, inner steps in a full pseudogradient.
-    max_carry: the number of syncs of its fragment for which a late offer may wait for a commit.
-    age_discount: γ, its weight's factor per such sync.   snapshot_every: outer steps between two snapshots.
+    max_carry: for so many syncs of its fragment, a late offer may wait for a commit.
+    age_discount: γ, a late weight's factor per sync.   snapshot_every: outer steps between two snapshots.
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.

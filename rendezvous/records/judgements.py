@@ -43,7 +43,7 @@ class RolloutVerdict(Record):
 class LateReward(Record):
     """A reward that came after its rollout, beside the bundle.   of: bundle's nonce.   rollout: index in the bundle.
 
-    name: of the judge; the first reward of a name counts.   recorded: the reward in the bundle, which was trained on;
+    name: the judge's; a name's first reward counts.   recorded: the reward in the bundle, which was trained on;
     None if there was none.   at: when the late reward came.
     """
 

@@ -283,7 +283,7 @@ class Mean(Record):
 class Snapshot(Record):
     """θ_t and the outer momentum, before commit t.
 
-    base: their digest, equal to commit t's base.   prev: digest of commit t−1, from which a reader checks the chain.
+    base: the digest of both, equal to commit t's.   prev: digest of commit t−1, from which a reader checks the chain.
     confirmed: whether two replicas had this digest.
     blob: "" in snapshot 0 of a run whose start model is not in the bucket; θ₀ is that model, and all else is zero.
     """

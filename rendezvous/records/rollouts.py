@@ -21,7 +21,7 @@ class Rollouts(Record):
 
     run: the run's nonce.   place: number of the slot's batch of samples, and of the bundle in this batch.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
-    actor: its name; "" if the slot's own session sampled.
+    actor: the actor's name; "" if the slot's own session sampled.
     threads: the sampling process's number of threads, which affects bits.   digest: the payload's digest.
     """
 

@@ -114,7 +114,7 @@ class LiveFile(TensorFile):
 
 @dataclass
 class _Writing:
-    """A snapshot that is being written.   mine: its manifest, still without the digest."""
+    """A snapshot that is being written.   mine: the manifest, still without the digest."""
 
     mine: Snapshot
     file: LiveFile

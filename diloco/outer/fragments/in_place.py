@@ -56,7 +56,7 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
     """torchft's fragment, whose flat vector is θ itself."""
 
     def lean(self, room: Tensor) -> None:
-        """Make θ the flat vector, and Δ a part of `room`.   room: as large as any fragment's Δ."""
+        """Make θ the flat vector, and Δ a part of `room`.   room: a tensor as large as the largest Δ."""
         self._part: FlatFragment = self._model_fragment  # pyright: ignore[reportAttributeAccessIssue]
         self._theta = self._part.flat.data = self.original_parameters["flat"]
         self._delta = room[: self._theta.numel()]

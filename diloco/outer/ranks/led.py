@@ -47,7 +47,7 @@ NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: as the call left them."""
+    """The message of rank 0 after a call.   value: the result.   step, participants, h_cap: after the call."""
 
     outcome: int = DONE
     value: int = 0
@@ -236,7 +236,7 @@ def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: for each rank, name -> value."""
+    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: name -> value, for each rank."""
     for rank, theirs in enumerate(of_ranks):
         for what, ours in of_ranks[0].items():
             if theirs[what] != ours:

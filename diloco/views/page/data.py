@@ -51,7 +51,7 @@ OUTER = (*NUMBERS, "outer_lr")
 
 @dataclass(frozen=True)
 class Beside:
-    """Data that a page shows beside its report.   costs: as in `diloco costs --json`.   early, late: rollouts.
+    """Data that a page shows beside its report.   costs: those of `diloco costs --json`.   early, late: rollouts.
 
     troubles: found in the report, worst first.   read_at: slot -> time of its heartbeat's read.   partial: some
     records are not read yet.   poll_s: seconds until a page requests again, 0: never.
@@ -254,7 +254,7 @@ def _shortened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """Chunks as bytes.   bodies: chunk's number -> body.   versions: of every chunk; None if it was not read.
+    """Chunks as bytes.   bodies: chunk's number -> body.   versions: every chunk's; None if it was not read.
 
     counted: slot -> how often its work was fresh, gated, late, lost."""
 

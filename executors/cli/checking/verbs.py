@@ -86,7 +86,7 @@ def _check(args: Namespace) -> Answer:
 
 
 def check_lines(trial: "Trial", reward: str) -> list[str]:
-    """Return the lines that `diloco check` prints.   reward: its name in the config."""
+    """Return the lines that `diloco check` prints.   reward: the reward's name in the config."""
     shortest, longest = trial.tokens
     how = "through the model's chat template" if trial.template else "as plain text"
     lines = [f"{trial.prompts} prompts of {shortest} to {longest} tokens, {how}"]

@@ -35,7 +35,7 @@ class BoxCosts:
 
 
 def box_costs(sampling: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sums of a run whose [inner.sampling] names a provider; None for other runs.   usd: by the heartbeats.
+    """Return the sums of a run whose [inner.sampling] names a provider; None for other runs.   usd: heartbeats' sum.
 
     An event has the price that the replica knew.  A replica knows no price of a flavor that the environment file chose.
     """

@@ -23,7 +23,7 @@ from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, to: Path, now: float) -> Path:
-    """Write the page; return its path.   to: as in write_frozen.   now: Unix time.   Raises UsageError."""
+    """Write the page; return its path.   to: the same as in write_frozen.   now: Unix time.   Raises UsageError."""
     try:
         return write_frozen(whole_page(report, store, now), to)
     except OSError as error:

@@ -40,7 +40,7 @@ GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.
 
 
 def demo_answer(url: str, *, as_json: bool) -> Answer:
-    """Run the demo; return the answer of the command.   url: of a folder, as typed; "" for the default."""
+    """Run the demo; return the answer of the command.   url: a folder's URL, as typed; "" for the default."""
     folder = Path(shareable_url(url).removeprefix("file://")) if url else None
     if not as_json:
         return Answer(code=demo(folder))

@@ -224,7 +224,7 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
 
 
 def _look_up_status(hub: Hub, handle: Handle, listed: Sequence[HubJob]) -> Status:
-    """Return the status of one launch.   listed: its live jobs."""
+    """Return the status of one launch.   listed: the launch's live jobs."""
     is_listed = any(j.id == handle.native for j in listed)
     own = None if is_listed else hub.job(handle.run, handle.native)  # the job has ended, or the list is old
     others = [] if listed else hub.jobs(handle.run, handle.slot, handle.attempt)  # ended jobs, too

@@ -30,7 +30,7 @@ CHECK = "import vllm, trl; from trl.import_utils import is_vllm_available; asser
 
 
 def portable_requirement(name: str, version: str) -> str:
-    """Return a requirement: "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for OF_TORCH packages.   name: on PyPI."""
+    """Return a requirement: "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for OF_TORCH packages.   name: PyPI's."""
     if name.startswith(OF_TORCH):
         return ""
     try:

@@ -141,7 +141,7 @@ def _sessions_of(sessions: Mapping[Process, list[SessionSummary]], launch: Mappi
 def _end_time(
     events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], report: Report, now: float
 ) -> float | None:
-    """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
+    """Return the end time of a launch; None while it may run.   newest: the launch's last session, if any."""
     began = _begin_time(events[0])
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([number_in(end, "ended_at")] if number_in(end, "ended_at") else [])]

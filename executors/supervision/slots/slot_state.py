@@ -75,7 +75,7 @@ class History:
 
 
 def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
-    """Return the past of each slot, from the events of supervisors (Report.events).   run: its URL, for handles.
+    """Return the past of each slot, from the events of supervisors (Report.events).   run: the run's URL.
 
     Strikes are reset after an end that the user has seen: the supervisor stopped, or gave the run up.
     """
@@ -146,7 +146,7 @@ class SlotState:
     pending: it waits for a machine (from the log).   unseen: this supervisor has not seen the process alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.
-    asked: its heartbeat when we asked it to leave.   lost: the work that the kill then lost, in words.
+    asked: the heartbeat at our request to leave.   lost: the work that the kill then lost, in words.
     """
 
     slot: str

@@ -108,7 +108,7 @@ class BoxRecipe:
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a command.   code: its exit code.   output: at most 8 KiB, and the mark of a cut."""
+    """The result of a command.   code: the exit code.   output: at most 8 KiB, and a mark if it was cut."""
 
     code: int
     output: str
@@ -150,7 +150,7 @@ class BoxProvider(Protocol):
 
 
 def wrapped_command(command: str, timeout_s: float, folder: str = "") -> list[str]:
-    """Return the words that run a command inside a box with its limits.   folder: where it begins."""
+    """Return the words that run a command inside a box with its limits.   folder: where the command starts."""
     if folder:
         command = f"cd {shlex.quote(folder)} 2>/dev/null; {command}"  # the first command makes it, an episode may not
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
