@@ -200,7 +200,7 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_pair(row: Any) -> DPOPair:
-    """Return the row, or one of TRL's preference format, as a pair.   Raises ValueError, which names the fault."""
+    """Return the row, ours or in TRL's preference format, as a pair.   Raises ValueError, which names the fault."""
     if not isinstance(row, dict):
         raise ValueError(f"a pair must be an object, this is a {type(row).__name__}")
     row = as_pair(row)

@@ -156,7 +156,7 @@ class HarborEnvironment:
             self._tell_used()
 
     def _tell(self, event: str, text: str) -> None:
-        """Log an error of the provider once until it gives a box again; another event once per task."""
+        """Log "boxes_failed" once until the provider gives a box again, and any other event once per task."""
         key = event if event == "boxes_failed" else f"{event} {self._begun.task.name}"
         if self._host is not None and key not in self._shared.told:
             self._shared.told.add(key)

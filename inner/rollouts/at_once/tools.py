@@ -159,7 +159,7 @@ def _is_async(tool: Callable[..., Any]) -> bool:
 
 
 def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the tool, whose faults are errors that TRL's loop takes, with a text that it can show."""
+    """Return the tool. TRL's loop can catch each of its errors, and each error has a text."""
 
     async def later(**arguments: Any) -> Any:
         with _faults_are_errors(asyncio.CancelledError, GeneratorExit):
