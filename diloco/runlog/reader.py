@@ -407,7 +407,7 @@ class Reader:
 
 
 def offers_to_read(commit: Decision, scope: Scope, shown_from: int, most: int | None) -> list[Counted]:
-    """Return the offers whose records a look reads: all, or a few, of other slots in each step.
+    """Return the offers whose records a look reads: all, or a few, of slots that change from step to step.
 
     most: the limit of such offers per step that the scope reads whole; None: all."""
     if not scope.reads_offers(commit.t, shown_from) and not (most := scope.sampled_offers(commit.t, shown_from)):

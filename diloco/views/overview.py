@@ -183,7 +183,7 @@ def seconds_per_step(steps: Sequence[Step]) -> float | None:
 
 
 def step_gaps(steps: Sequence[Step]) -> list[float]:
-    """Return the seconds of outer steps; if a time falls by SKEW_S, only from commits of the same closer."""
+    """Return the seconds of outer steps. If the time falls by SKEW_S at a commit, compare each closer's commits."""
     pairs = list(pairwise(steps))
     if any(before.at - step.at >= SKEW_S for before, step in pairs):
         newest, own = dict[str, Step](), list[tuple[Step, Step]]()
@@ -343,7 +343,7 @@ def series_of(report: Report) -> tuple[MetricCurve, ...]:
 
 
 def step_values(step: Step) -> dict[str, float]:
-    """Return means over the replicas whose numbers were read; the reward also from late work."""
+    """Return means over the replicas whose numbers were read. If no reward is fresh, late rewards count."""
     rewards = [step.mean_reward] if step.mean_reward is not None else list(step.reward.values())
     numbers = {name: value for name, value in over_replicas(step).items() if name in LABELS}
     return {"reward": fmean(rewards), **numbers} if rewards else numbers

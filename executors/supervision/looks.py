@@ -47,7 +47,7 @@ class Looks:
         self._report: Report | None = None
 
     def due(self, what: str, beats: float = 1.0) -> bool:
-        """Whether `what` is due, `beats` heartbeat periods after its last time; if so, record it as done now."""
+        """Whether `what` was last done `beats` heartbeat periods ago, or never; if so, record it as done now."""
         now = self._clock.now()
         if now - self._done_at.get(what, float("-inf")) < JITTER * beats * self._beat_s:
             return False

@@ -240,7 +240,7 @@ def _acts(taskset: Any, task: Any) -> bool:
 
 
 def _is_plain(environment: Any) -> bool:
-    """Whether an environment has nothing of its own: one run of its agent."""
+    """Whether an environment only runs one agent once, and adds nothing to that."""
     from verifiers.v1 import SingleAgentEnv  # pyright: ignore[reportMissingImports]
 
     return environment is SingleAgentEnv

@@ -40,7 +40,7 @@ def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
 
 
 def silent_text(generations: int, names: Sequence[str]) -> str:
-    """Return the error of a session whose rewards were None or failed for so many generations in a row."""
+    """Return the error of a session without any reward (None, or failed) for `generations` in a row."""
     return (
         f"{generations} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
         "(reward_failed in the log). None teaches nothing.\n"
