@@ -168,10 +168,10 @@ KINDS: Mapping[str, EventKind] = {
         DETAIL, "A session read the newest snapshot and the means after it: it has the run's weights, bit for bit."
     ),
     "caught_up": EventKind(DETAIL, "The replica applied outer steps that were committed without it."),
-    "offer_lost": EventKind(DETAIL, "An earlier session's offer of this slot counts for the step; this one does not."),
-    "inherited": EventKind(DETAIL, "The session took over what the one before had left: codec residual and moments."),
+    "offer_lost": EventKind(DETAIL, "An earlier session's offer counts for the step; this session's does not."),
+    "inherited": EventKind(DETAIL, "The session took over the codec residual and moments of the session before it."),
     "moments_left": EventKind(DETAIL, "The optimizer's moments were left for the slot's next session."),
-    "moments_taken": EventKind(DETAIL, "The optimizer's moments of the session before were taken over."),
+    "moments_taken": EventKind(DETAIL, "The session took over the optimizer's moments of the session before it."),
     "bad_moments": EventKind(DETAIL, "The moments of the session before do not fit. The optimizer starts fresh."),
     "bad_residual": EventKind(DETAIL, "The last session's leave file is damaged: codec and moments start at 0."),
     "residual_dropped": EventKind(DETAIL, "No time was left to upload the codec's residual. The residual is lost."),
@@ -198,7 +198,7 @@ KINDS: Mapping[str, EventKind] = {
     "evaluated": EventKind(DATA, "A replica's share of an evaluation on held-out prompts."),
     "data": EventKind(DATA, "The part of the prompts that a session reads, and its start."),
     "deletion_flagged": EventKind(DATA, "Feature Deletion: what the monitor found; the hidden tests decide."),
-    "boxes_used": EventKind(DATA, "The boxes that a batch of rollouts used, when the last one had ended."),
+    "boxes_used": EventKind(DATA, "The boxes that a batch of rollouts used; reported when the last box had ended."),
     "lease": EventKind(DATA, "The time until which replicas may run without a supervisor, and the costs so far."),
 }  # fmt: skip
 

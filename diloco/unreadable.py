@@ -60,8 +60,8 @@ def _script_words(path: Path, text: str) -> str:
     function = f"{path.name}:{rewards[0] if rewards else 'FUNCTION'}"
     return (
         f"{path} is a Python script, and a run is described by a TOML file. `diloco init FOLDER` writes one that "
-        f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and what '
-        "GRPOConfig had are settings (docs/configuration.md lists them by TRL's names)"
+        f'works. In it, the reward stays Python: [inner.rewards] function = "{function}". Model, prompts and all '
+        "fields of GRPOConfig are settings (docs/configuration.md lists them by TRL's names)"
     )
 
 
@@ -73,7 +73,7 @@ def file_hint(path: Path) -> str:
 
 
 def absent_words(kind: str, name: str, path: Path, folder: Path) -> str:
-    """Return the message for a setting that names no file.   name: its value.   folder: the config file's folder."""
+    """Return the message for a setting that names no file.   name: the value.   folder: the config file's folder."""
     if not is_code(kind) and path.is_dir():
         return f"{setting_of(kind)}: {folder_words(path)}"
     if not is_code(kind):
@@ -122,7 +122,7 @@ def _defined(text: str, kind: str = "reward") -> list[str]:
 
 
 def foreign_words(url: str, found: str) -> str:
-    """Return the message for a folder that holds other files than a run's.   found: their names.
+    """Return the message for a folder that holds other files than a run's.   found: names of these files.
 
     Raises RecordsLost if a run's records are there, too: then the folder needs a backup, and no new run."""
     words, is_lost = no_run_words(url, open_store(url, make=False))

@@ -7,7 +7,7 @@ Not promised: that every failure is an InnerError; our own bugs keep their type 
 
 
 class InnerError(RuntimeError):
-    """A setting or file of the user cannot work. The message names it, the value found, and the next thing to do."""
+    """A setting or file of the user cannot work. The message names the setting, the value found, and what to do."""
 
 
 class SandboxMissing(InnerError):

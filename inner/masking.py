@@ -5,7 +5,7 @@
 A secret is the value of an environment variable with KEY, TOKEN, SECRET, PASSWORD or CREDENTIAL in its name, unless
 that is the word TOKENIZER, or the name ends with _PATH, _FILE or _DIR; or a login (NAME:PASSWORD@) in a variable's URL.
 
-Not promised: that a text has no other secret, such as one that user code reads from a file, or a number.
+Not promised: that a text has no other secret, such as a number, or a secret that user code reads from a file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Say why a server cannot be reached: the client's words, and what is in between, a proxy or a certificate.
+"""Say why a server cannot be reached: the client's words, and a proxy or certificate that may be the cause.
 
     Connection refused                    ──▶ … (HTTPS_PROXY is set)
     407 Proxy Authentication Required     ──▶ … The proxy wants a name and a password: set …

@@ -1,4 +1,4 @@
-"""Import a module of an optional package, or say what it is needed for and how to install it.
+"""Import a module of an optional package, or say what needs this package and how to install it.
 
 Not promised: that the installed version works.
 """

@@ -7,7 +7,7 @@ This package handles bytes and flat vectors; it knows nothing of models or train
     mean = ObjectStoreAllReduce("s3://bucket/run", rank=0, world_size=4)
     mean.allreduce(tensor)
 
-The names in `__all__` are loaded at their first use; none of them imports torch.
+The names in `__all__` are loaded at their first use; no name imports torch.
 """
 
 from collections.abc import Callable, Mapping

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 Job = Callable[[], None]
 Emit = Callable[..., None]  # (event, **fields): writes an event that people read
-WAITING = 2  # maximal number of jobs in the queue beside the running job; each may hold a copy of the model
+WAITING = 2  # maximal number of jobs in the queue beside the running job; each job may hold a copy of the model
 TRIES = 20  # turns in a row in which a part may fail: at the slowest beat (5 s) the part is missing for 100 s
 Together = Callable[..., None]  # runs its arguments, which are jobs, and returns when all have ended
 AT_ONCE = 16  # maximal number of small requests at the same time; each has a thread
@@ -68,7 +68,7 @@ def submit_reported(background: Background, job: Job, emit: Emit) -> None:
 
 
 def seen_words(error: Exception) -> str:
-    """Return an error's words for a replica that goes on: without GaveUp's advice, which is for one that ends."""
+    """Return an error's words for a replica that goes on: without GaveUp's advice, which is for a replica that ends."""
     return str(error.__cause__ or error) if isinstance(error, GaveUp) else str(error)
 
 
@@ -183,7 +183,7 @@ class Worker:
 
 
 class Parts:
-    """Runner of the parts of a turn.  A part that fails does not stop the others, in this turn or a later one.
+    """Runner of the parts of a turn.  A part that fails does not stop the other parts, in this turn or a later turn.
 
     emit: called for an error that is not a RendezvousError, once for each part and type of error.
     """

@@ -97,7 +97,7 @@ class ChainBroken(RendezvousError):
 
 
 class Forged(RendezvousError):
-    """A commit or manifest that was not written with the run's key."""
+    """The error for a commit or manifest that was not written with the run's key."""
 
 
 class BadCommit(RendezvousError):

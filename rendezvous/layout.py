@@ -228,7 +228,7 @@ def weights_step(key: str) -> int | None:
 
 
 def _number_after_folder(key: str) -> int:
-    """Return the number in the second part of a key of three parts, or -1 without one."""
+    """Return the number in the second part of a key of three parts, or -1 without a number."""
     parts = key.split("/")
     return int(parts[1]) if len(parts) == 3 and _is_number(parts[1]) else -1
 
@@ -334,6 +334,6 @@ def record_kind(key: str) -> str | None:
 
 
 def most_bytes(key: str) -> int:
-    """Return how many bytes the object under `key` may have; a longer object is not one of the run's."""
+    """Return how many bytes the object under `key` may have; a longer object is not the run's."""
     kind = record_kind(key)
     return MOST_OF_FILES if kind is None else MOST_BYTES.get(kind, MOST_OF_OTHERS) + _SEALED

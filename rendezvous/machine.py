@@ -67,7 +67,7 @@ def _look_by_ps(pid: int) -> tuple[bool, int] | None:
 
 @cache
 def _boot_digest() -> str:
-    """Return the digest of boot id and PID namespace; a random one, which matches no other, if they are unreadable."""
+    """Return the digest of boot id and PID namespace; or random digits, which match no other, if unreadable."""
     try:
         about = _boot_id()
     except (OSError, subprocess.SubprocessError):

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Readable(Protocol):
-    """The reading operations of a store; a view of a run needs no others."""
+    """The reading operations of a store, all that a view of a run needs."""
 
     url: str
 
@@ -81,7 +81,7 @@ class Store(Readable, Protocol):
     """An object store: whole objects under keys, read-after-write consistent, thread-safe."""
 
     def put(self, key: str, body: Body) -> None:
-        """Write a whole object; readers see the old one or the new one.  (PUT)
+        """Write a whole object; readers see the old object or the new one.  (PUT)
 
         If a Stream raises an error, raise the same error; the new object is then not visible.
         """
@@ -97,7 +97,7 @@ class Store(Readable, Protocol):
 
 
 def plain_key(key: str) -> str:
-    """Return `key` unchanged.   Raise BadKey if it names a place outside the run's folder or prefix."""
+    """Return `key` unchanged.   Raise BadKey if the key names a place outside the run's folder or prefix."""
     if not layout.is_plain(key):
         raise BadKey(
             f"{key!r} is not a key of a run: it would lead out of the run's folder. Nothing was read or written there. "
@@ -126,7 +126,7 @@ def put_once(store: Store, clock: Clock, key: str, body: bytes) -> tuple[bool, b
             store.create(key, body)
             return True, body
         except (KeyExists, StoreUnclear):
-            clock.sleep(pause)  # the next read shows whether our body is there, another one, or none
+            clock.sleep(pause)  # the next read shows whether our body is there, or another body, or no body
     raise AssertionError("the back-off never ends")
 
 

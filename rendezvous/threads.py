@@ -5,8 +5,8 @@
                          piece 2 ─▶ │ the first that is free        the error of the first piece that has one, after
                                                                     all threads have ended
 
-Each pass starts its own threads (0.1 ms), so none is idle between passes: a fork there would lose it.  Python's lock
-is free while C code (the codecs' kernels, xxhash, the copy of a file) works on a piece.
+Each pass starts its own threads (0.1 ms), so no thread is idle between passes: a fork would lose an idle thread.
+Python's lock is free while C code (the codecs' kernels, xxhash, the copy of a file) works on a piece.
 
 Not promised: a gain.  The memory may limit a pass, and threads of other processes may have the cores.
 """
@@ -39,7 +39,7 @@ class Threads:
     def map(self, work: Callable[[T], R], pieces: Sequence[T], size: int) -> list[R]:
         """Return work(piece) for each piece, in order.   size: bytes of the pass.
 
-        Raise the error of the first piece that has one, when all threads have ended.
+        Raise the error of the first piece that failed, when all threads have ended.
         """
         count = min(self.count, len(pieces), size // THREAD_BYTES)
         if count < 2:

@@ -11,12 +11,12 @@
 
 There are no claims, leases or queues of places: an actor that dies leaves a place empty, and the slot's replica fills
 it.  After a while, an actor without an open place of its own takes another actor's place.  If two actors fill the same
-place, the slower one's work is lost.  An actor that is too slow for all places samples a bundle now and then, because
-only a bundle shows that it is fast again.
+place, the work of the slower actor is lost.  An actor that is too slow for all places samples a bundle now and then,
+because only a bundle shows that it is fast again.
 
 Like a replica, an actor has a session: claim, heartbeat and log, with a name (a00, a01, …) in place of a slot. An actor
 makes no offer, and no replica waits for an actor. An actor ends if all replicas are
-silent for fleet.give_up_s; an actor that a supervisor started ends only if the supervisor is silent, too.
+silent for fleet.give_up_s; an actor that a supervisor started ends only if the supervisor, too, is silent.
 
 Needs fleet.record_rollouts and fleet.broadcast_weights.  Not promised: that a bundle comes in time.
 """
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 IDLE_S, LONGEST_IDLE_S = 0.5, 8.0  # seconds between two looks for an open place
 FLUSH_S = 10.0  # seconds between two checks whether the run is over, and between two log objects
-MOST_AHEAD = 100  # the number in a name that you choose may be at most this far above the used numbers
-SLOW = 3.0  # an owner that has not filled its place after this many times a bundle's seconds may be dead
+MOST_AHEAD = 100  # the number in a name that you choose may be at most this much above the used numbers
+SLOW = 3.0  # an owner may be dead if its place is empty after this many times the seconds of a bundle
 
 
 class Actor:
@@ -136,7 +136,7 @@ class Actor:
         return True
 
     def _former_step(self) -> int:
-        """Return the step of the weights BEATS heartbeats ago; if the actor is younger, that of its first look."""
+        """Return the step of the weights BEATS heartbeats ago, or at the first look of a younger actor."""
         now = self._session.clock.now()
         self._steps.append((now, self._status.step))
         while len(self._steps) > 1 and now - self._steps[1][0] >= BEATS * self._session.timing.beat:
@@ -223,7 +223,7 @@ def _act_to_the_end(actor: Actor, run: Run, session: Session, *, with_supervisor
 class Heard:
     """The last change of any heartbeat.   Without replicas, an actor would wait, and be billed, for ever.
 
-    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: of the heartbeats, by slot."""
+    patience_s: limit of the silence.   at: when a heartbeat changed.   counters: slot -> (generation, n)."""
 
     patience_s: float
     at: float

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BEHIND = 2  # a slot more than BEHIND outer steps behind the weights counts as dead; it will train at later places
 BEATS = 2  # greatest age of a heartbeat at its read, in heartbeat periods
-SPREAD = 8  # an actor chooses among at most so many places of other actors
+SPREAD = 8  # the limit of other actors' places among which an actor chooses
 NEWEST = 3  # an actor's seconds per bundle come from so many bundles
 PROBE_S = 60.0  # the longest wait for the first probe
 MOST_PAUSE = 16  # the longest wait between two probes, in bundles
@@ -34,7 +34,7 @@ MOST_PAUSE = 16  # the longest wait between two probes, in bundles
 
 @dataclass(frozen=True)
 class Standing:
-    """A slot's position.   step: its outer step.   data, inner: inner steps taken in its data order, and in this round.
+    """A slot's position.   step: the outer step.   data, inner: inner steps taken in its data order, and in this round.
 
     rate: seconds per inner step, 0 if unknown.   ranks: processes of its replica, each with a bundle of its own.
     """
@@ -71,7 +71,7 @@ class Pace:
 class Speed:
     """An actor's speed.   newest: seconds of its newest bundles.   slow_since: the first look with no place in time.
 
-    probes: bundles that it sampled although none seemed in time, because only a bundle shows that it is fast again.
+    probes: bundles that it sampled although none seemed in time, as only a bundle shows that the actor is fast again.
     """
 
     newest: tuple[float, ...] = ()
@@ -117,12 +117,12 @@ def open_places(
 ) -> list[tuple[int, str, int]]:
     """Return the open places as (distance, slot, number), the nearest first.
 
-    number: generation · ranks + rank; with one process, the generation.
+    number: generation · ranks + rank; with one process, number is the generation.
     is_filled(slot, generation, rank): whether it has a bundle.   weights: the outer step of the actor's weights.
     former: the outer step of those weights when the oldest heartbeat was written.
     end: the run's number of outer steps, after which no replica trains; 0: unknown.
-    takes_s: the actor's seconds for one bundle.   distance: the place's generation minus the slot's next one after
-    takes_s; below 0: the slot will probably fill the place itself, so the place comes last.
+    takes_s: the actor's seconds for one bundle.   distance: the place's generation minus the slot's next generation
+    after takes_s; below 0: the slot will probably fill the place itself, so the place comes last.
     """
     found = list[tuple[int, str, int]]()
     last = min(weights + staleness, end - 1) if end else weights + staleness
@@ -146,10 +146,10 @@ def chosen_place(
     overdue: Collection[Any] = (),
     probes: bool = False,
 ) -> tuple[str, int] | None:
-    """Return this actor's place: the nearest of its own that it can fill in time, or one of the nearest overdue places.
+    """Return this actor's place: the nearest own place that it can fill in time, or one of the nearest overdue places.
 
     names: the names of all actors.   overdue: (slot, number) of places whose owners had the time to fill them.
-    probes: whether to choose a place that is farthest ahead if none is in time.
+    probes: whether to choose a place that is farthest ahead if no place is in time.
     """
     in_time = [place for place in places if place[0] >= 0]
     own = [place for place in in_time if name == max((name, *names), key=lambda other: _hash(other, place))]
@@ -181,7 +181,7 @@ def read_standings(store: Readable, slots: Iterable[str], ranks: dict[tuple[str,
 
 
 def filled_places(store: Readable) -> Callable[[str, int, int], bool]:
-    """Return a function: (slot, generation, rank) -> whether it has a bundle, as LIST shows it now.
+    """Return a function: (slot, generation, rank) -> whether this place has a bundle, by a LIST of now.
 
     The function lists a hundred generations at a time, so that a long run costs no more than a short one.
     """

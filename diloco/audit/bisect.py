@@ -41,7 +41,7 @@ class Judgement(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """A change: θ of `before` has the first end's judgement, θ of `after` the last end's.   judged: step -> judgement.
+    """A change: `before` has a θ judged like the first end's, `after` like the last end's.   judged: step -> judgement.
 
     unclear: steps between the two that could not be judged.   gone: steps between them that are not in the bucket.
     """
@@ -134,7 +134,7 @@ UNCLEAR, COULD_NOT_RUN = 125, 126  # from 126 on: no such command, or a signal
 
 @dataclass(frozen=True)
 class Judge:
-    """A user's command.   words: its arguments.   merge: for a LoRA run, pass the whole model, not the adapter."""
+    """A user's command.   words: the command's.   merge: for a LoRA run, pass the whole model, not the adapter."""
 
     run: Run
     record: ModelRecord

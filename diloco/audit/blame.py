@@ -10,7 +10,7 @@ change. metrics.py has a number for a θ.
 
 Not promised: the result of a real run: from another θ, the other replicas would have computed other pseudogradients.
 The recorded pseudogradients are used, so the approximation is worse if b is far from a.  Also not promised: shares that
-add up; the cause if two replicas do the same harm, as leaving out one changes little.
+add up; the cause if two replicas do the same harm, because leaving out one of them changes little.
 """
 
 import math
@@ -83,7 +83,7 @@ class Blame:
 
     @property
     def ranked(self) -> list[Without]:
-        """The omissions by size of change; with no metric, those that oppose the others come first."""
+        """The omissions by size of change; with no metric, omissions whose work opposes the others come first."""
         if self.metric:
             return sorted(self.without, key=lambda one: -abs(self.change(one)))
         return sorted(self.without, key=lambda one: (1.0 if one.cosine is None else one.cosine, -one.moved))
@@ -99,7 +99,7 @@ class Blame:
 
     @property
     def _least(self) -> float:
-        """The smallest change that counts: replicas and steps always differ a little."""
+        """The smallest change that counts, because replicas and steps always differ a little."""
         assert self.before is not None and self.after is not None
         of_steps = self.last - self.first if self.without[0].name.startswith(STEP) else 1
         return NOISE * abs(self.after.value - self.before.value) / of_steps

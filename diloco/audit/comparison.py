@@ -8,7 +8,7 @@
                      │ none
                   differs: another pseudogradient than these rollouts, rows and settings give
 
-Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks those.
+Not promised: that an equal pseudogradient came from honest rollouts; replica/door.py checks rollouts.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from rendezvous.records.records import Offer
 from rendezvous.records.wire import Encoder, codec_alignment, shard_grid
 from rendezvous.store import Store
 
-CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges that for small gradients
+CLOSE = 1e-2  # part of ‖Δ‖: sums on another processor differ by about 1e-6, and Adam enlarges this for small gradients
 
 
 class Holder(NamedTuple):
@@ -87,8 +87,8 @@ class OfferComparison:
     ) -> None:
         """Compare Δ, computed from θ, with the offer.
 
-        lost: the rollouts that are gone, "" if none; from then on nothing is compared.
-        doubt: why a difference would be no fault, "" if it would be one.
+        lost: the rollouts that are gone, or ""; after a loss nothing is compared.
+        doubt: why a difference would be no fault, or "".
         taken: outer step -> bundles of other processes from which Δ was computed.
         """
         if self._blind or lost:
@@ -112,7 +112,7 @@ class OfferComparison:
 
     @cached_property
     def _other_versions(self) -> str:
-        """Return the libraries whose versions are others here than in the session; "" if all are equal or unknown."""
+        """Return the libraries whose versions here differ from the session's; "" if all are equal or unknown."""
         here = versions_in(library_versions())
         found = [x.versions for x in self._report.sessions if (x.slot, x.generation) == self._holder]
         other = [f"{name} {v}, here {here[name]}" for x in found for name, v in x.items() if here.get(name, v) != v]
@@ -126,17 +126,17 @@ class OfferComparison:
         slot, generation = self._holder
         told = [event["event"] for event in self._report.events if event["who"] == str(self._holder)]
         if generation > 1 and "inherited" in told:
-            return f"it took over what {slot}-{generation - 1} left, whose record is gone"
+            return f"it took over the state that {slot}-{generation - 1} left, and the record of that state is gone"
         if generation > 1 and not told:
-            return f"its log is gone, so it is not known whether it took over what {slot}-{generation - 1} left"
+            return f"its log is gone, so it is not known whether it took over the state of {slot}-{generation - 1}"
         is_claimed = read_claim(self._store, slot, generation) is not None
         return "" if is_claimed else "its claim is gone, so it is not known how many processes it had"
 
     def _unlike_the_log(self, step: int, taken: Mapping[int, int]) -> str:
         """Return why the session may have trained on other rollouts until this step; "" if its log tells of nothing.
 
-        The store did not take some of its rollouts, or the session found fewer bundles of others than stand in its
-        places now: it refused some, and its own bundles or its verdicts are gone, for example in an incomplete copy."""
+        The store did not take some of its rollouts, or the session found fewer bundles of others than its places have
+        now: it refused some, and its own bundles or its verdicts are gone, for example in an incomplete copy."""
         until = self._run.record.parent.outer_steps + step
         lost = [event for event in self._logged("rollouts_lost") if event["step"] <= until]
         if lost:

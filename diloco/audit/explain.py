@@ -22,8 +22,8 @@ from diloco.units import duration
 from rendezvous.agreement.rules import patience_s
 from rendezvous.records.records import Claim, Commit, Listed
 
-CLOCKS = "how the machines' clocks differ: each time is that of its writer's clock"
-BEATS = "which replicas looked alive when the step was closed: a beat overwrites the one before"
+CLOCKS = "how the machines' clocks differ: each time is by its writer's clock"
+BEATS = "which replicas looked alive when the step was closed: each heartbeat overwrites the previous heartbeat"
 YEAR_9999 = 253402300799.0  # a record may have any number as its time; Python has no later dates
 OPPOSED = -0.1  # a smaller cosine to the mean is reported
 
@@ -136,7 +136,7 @@ def _fate(facts: StepFacts, one: OfferFacts) -> str:
         OPEN: "not counted yet; one of the next commits may list it",
         LOST: f"lost: no commit up to step {t + facts.rules.fragments * facts.rules.max_carry} listed it",
         FENCED: "does not count: a later generation of its slot had fenced it",
-        FOREIGN: f"does not count: it began from θ {one.offer.base}, the run from {facts.commit.base}",
+        FOREIGN: f"does not count: it began from θ {one.offer.base}, the run's step from {facts.commit.base}",
         SPARE: "does not count: another attempt of its slot does",
         NONE: f"does not count: {one.why}",
     }[one.fate]

@@ -8,8 +8,8 @@ A session is followed from its first offer to its last, because its optimizer's 
 Rollouts that were not recorded are made again, with the session's seeds.
 
 A bundle that an actor may have sampled and that is gone cannot be made again: from its step on, nothing is compared.
-A bundle of a replacement's first outer step that is gone is made again with the replacement's seeds. If its maker was a
-predecessor, the pseudogradient may differ without a fault, and is listed as not checked.
+A bundle of a replacement's first outer step that is gone is made again with the replacement's seeds. If a predecessor
+made the bundle, the pseudogradient may differ without a fault, and is listed as not checked.
 
 Not promised: fragments (F > 1) and a delay (τ > 0); a replica of several ranks; a session that took over moments or a
 codec's residual, whose bytes are deleted when they are used; a script's own loop; the same bits on another kind of
@@ -63,7 +63,7 @@ from rendezvous.store import VOID, PatientStore, Store
 
 PATIENCE_S = 10.0
 MOST_THREADS = 256  # OpenMP would end this process if a forged record named very many
-LOOKED_AT = 20  # about so many of a slot's bundles are read for its process's number of threads
+LOOKED_AT = 20  # to learn a process's number of threads, about so many of a slot's bundles are read
 
 Tell = Callable[[str], None]
 
@@ -291,7 +291,7 @@ class _Recorded(BucketPlaces):
         self._inherits_at = began if run.config.fleet.record_rollouts and generation > 1 else -1
         self.inherited = ""  # the rollouts that are gone and perhaps came with an earlier session's random states
         self.lost = ""  # the rollouts that are gone and cannot be made again: an actor may have sampled them
-        self.taken = Counter[int]()  # outer step -> bundles of others that stand in the session's places
+        self.taken = Counter[int]()  # outer step -> other processes' bundles in the session's places
         self.door = RolloutDoor(
             store, SystemClock(), no_emit, None, run=run.record.nonce, slot=slot, by=generation,
             share=run.config.fleet.check_rollouts, parent=run.record.parent.outer_steps,
@@ -305,7 +305,7 @@ class _Recorded(BucketPlaces):
         self._other_step = None
         for self.anew in (True, False):
             self._refused.clear()
-            self.is_past_others = False  # if the bundle of one place is lost, later places may have theirs
+            self.is_past_others = False  # if the bundle of one place is lost, later places may still have bundles
             if (found := super().find(place, unfit)) is not None:
                 return found
         self._to.off += self._refused
@@ -346,7 +346,7 @@ class _Recorded(BucketPlaces):
 
 
 def _threads_of(store: Store, holder: Holder) -> int:
-    """Return the number of threads in a record of the session's bundles; this process's if none is found."""
+    """Return the number of threads in a record of the session's bundles, or this process's number."""
     keys = store.list(f"{layout.ROLLOUTS}{holder.slot}/")
     for key in keys[:: max(1, len(keys) // LOOKED_AT)]:
         with suppress(RendezvousError):

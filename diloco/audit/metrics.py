@@ -55,7 +55,7 @@ class Measurement:
 
 
 def error_of(parts: Sequence[float]) -> float:
-    """Compute the standard error of the mean of `parts`; nan for a single one."""
+    """Compute the standard error of the mean of `parts`; nan for a single part."""
     return stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else math.nan
 
 
@@ -67,7 +67,7 @@ class Metric(Protocol):
     @property
     def better(self) -> int: ...
     def measure(self, step: int, state: OuterState) -> Measurement:
-        """Measure θ.   step: its outer step; for a recomputed θ, the step that it is compared with."""
+        """Measure θ.   step: the outer step of θ, or the step with which a recomputed θ is compared."""
         ...
 
 

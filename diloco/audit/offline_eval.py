@@ -58,7 +58,7 @@ class OfflineScorer:
     def open(
         cls, run: Run, record: ModelRecord, folder: Path, *, prompts: Path | None = None, samples: int | None = None
     ) -> "OfflineScorer":
-        """Build a scorer of the run's θ.   folder: empty, for code and start model; keep it as long as the scorer."""
+        """Build a scorer of the run's θ.   folder: empty, for code and start model; needed as long as the scorer."""
         forget_launcher()
         config = _settings(run, prompts, samples)
         inner = run.config.inner
@@ -74,7 +74,7 @@ class OfflineScorer:
     def score(
         self, at: int, state: OuterState, report_progress: Callable[[str], None] = lambda text: None
     ) -> Evaluation:
-        """Score θ on all prompts.   at: its outer step.   Raises ConfigError."""
+        """Score θ on all prompts.   at: the outer step that θ belongs to.   Raises ConfigError."""
         rows = self.rows
         put_into(self.loop.model, state)
         with warnings.catch_warnings(record=True) as warned:

@@ -5,7 +5,7 @@
     events that sessions and supervisor logged meanwhile            │
     deltas, mean, θ_t and its momentum, as far as they are kept    ─┘
 
-Not promised: heartbeats, because each overwrites the one before: they do not show which replicas looked alive;
+Not promised: heartbeats, because each one overwrites the previous one, so none shows which replicas looked alive;
 a common clock, because `at` is the time of the writer's machine.
 """
 
@@ -82,7 +82,7 @@ class StepFacts:
     """Facts of one outer step t.   head: the first open step.   before: commits t−1 and t−2.   wanted: the desired
     state at the commit.
 
-    claims: of every slot, by generation.   events: during the step, with "slot" and "generation" of their sessions.
+    claims: slot -> claims by generation.   events: during the step, with "slot" and "generation" of their sessions.
     """
 
     head: int
@@ -133,7 +133,7 @@ def _not_there(step: int, head: int) -> str:
 
 
 def _wanted_at(store: Store, at: float) -> Wanted:
-    """Return the desired state at time `at`; before the first record, that of the first record."""
+    """Return the desired state at time `at`; before the first record, the first record's state."""
     wanted = Wanted()
     for control in controls_above(store, -1):
         if control.n == 0 or control.at <= at:
@@ -209,7 +209,7 @@ def _log_between(store: Store, prefix: str, since: float, until: float) -> Itera
         yield from read_log(store, key).events
 
 
-_SOON = 60.0  # a session logs its warnings about a commit within so many seconds
+_SOON = 60.0  # seconds within which a session logs its warnings about a commit
 
 
 # ---------------------------------------------------------------------- the effect of the mean

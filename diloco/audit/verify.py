@@ -44,7 +44,7 @@ PATIENCE_S = 10.0
 
 
 class _LostMean(Exception):
-    """The error for a step of which neither the deltas nor the mean can be read."""
+    """The error for a step whose deltas and mean cannot be read."""
 
 
 def verify(run: Run, step: int | None = None) -> Verdict:
@@ -176,7 +176,7 @@ class _Replay:
                 self._check_mean_blob(commit.t, record.blob, record.size, record.digest)
 
     def _name_bad_bodies(self, commit: Commit, elements: int) -> None:
-        """Note which listed deltas are gone, and which have other bytes than their records say."""
+        """Note which listed deltas are gone, and which deltas have other bytes than their records say."""
         bodies = self._reducer.bodies
         for listed in commit.offers:
             if bodies.record_flaw(listed, elements):

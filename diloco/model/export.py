@@ -69,7 +69,7 @@ def refuse_merge(run: Run, merge: bool) -> None:
 
 
 def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to: Path, merge: bool = False) -> None:
-    """Write θ like `export`.   at: its outer step."""
+    """Write θ like `export`.   at: the outer step that θ belongs to."""
     if run.config.script is not None:
         from diloco.model.script_model import write_script_model
 

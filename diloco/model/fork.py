@@ -7,8 +7,8 @@
 
     written in this order: run.json · model/… · snapshots/0 · model/manifest.json (replicas wait for it)
 
-NEW continues OLD's count of steps: its data order, its inner.schedule and the warm-up of late sessions are those
-of OLD's step t.  Every slot continues from the largest data position of OLD's slots.  With the same settings, NEW takes
+NEW continues OLD's count of steps: its data order, its inner.schedule and the warm-up of late sessions continue from
+OLD's step t.  Every slot continues from the largest data position of OLD's slots.  With the same settings, NEW takes
 the steps that OLD would take if all its replicas were replaced at t.  NEW numbers its own steps from 0.
 
 Not promised: moments of the inner optimizers, which no bucket has; the sampling noise, which each session draws.
@@ -37,7 +37,7 @@ PATIENCE_S = 20.0
 
 @dataclass(frozen=True)
 class Fork:
-    """The start of the new run.   arrays: its outer state before the first step.   base: their digest."""
+    """The start of the new run.   arrays: its outer state before the first step.   base: digest of `arrays`."""
 
     parent: Parent
     origin: Run
@@ -106,6 +106,6 @@ def _refuse_other(url: str, setting: str, there: Any, here: Any) -> None:
 def _refuse_middle(step: int, fragments: int) -> None:
     if rest := step % fragments:
         raise ConfigError(
-            f"--from …@{step} is in the middle of a round: with outer.fragments = {fragments} it has {fragments} outer "
-            f"steps. Use @{step - rest}"
+            f"--from …@{step} is in the middle of a round: with outer.fragments = {fragments} a round has {fragments} "
+            f"outer steps. Use @{step - rest}"
         )

@@ -8,7 +8,7 @@ Blobs that a replica may need to heal stay under any SIZE, and so do small recor
 After a kill in the middle, the same command continues. The control record is written first, so readers do not take
 missing blobs for damage.
 
-A generation's recorded rollouts go with all that stands beside them, as replicas delete them
+A generation's recorded rollouts are deleted with all records beside them, as replicas do it
 (diloco/replica/rollouts.py). Their bytes do not count in SIZE.
 
 Not promised: sizes of objects that no record names (a body whose writer died); only their number is known.
@@ -119,7 +119,7 @@ def plan_gc(run: Run, keep: str, clock: Clock) -> Plan:
 def collect(run: Run, plan: Plan, clock: Clock) -> None:
     """Write `keep` to a control record, then delete the plan's blobs.   Replicas still obey fleet.keep.
 
-    On a full disk, the first blobs go before the record, until there is room for it."""
+    On a full disk, we delete the first blobs before the record, until there is room for the record."""
     store = PatientStore(run.store, clock, PATIENCE_S)
     room = 0
     while True:
@@ -169,7 +169,7 @@ def _stands(store: Store, key: str) -> bool:
 def _old_bundles(run: Run, store: Store, since: int, head: int) -> dict[str, int]:
     """Return key -> size of all objects of the generations that were trained before outer step `since`.
 
-    Each slot trains its generations in order, so we read them up to the first that stays.
+    Each slot trains its generations in order, so we read generations up to the first that stays.
     """
     ahead, parent = staleness_of(run.config), run.record.parent.outer_steps
     found, done = dict[str, int](), set[str]()
@@ -260,7 +260,7 @@ def plan_lines(url: str, plan: Plan, best: int | None = None) -> list[str]:
     ]
     if late := sum(key.endswith(".reward") for key in plan.keys):
         lines.append(
-            f"late rewards that these rollouts have, and that go with them: {late}. Save them first: "
+            f"late rewards that would be deleted with these rollouts: {late}. Save them first: "
             f"diloco traces {shlex.quote(url)} --to FILE"
         )
     if best is not None and best in plan.lost:

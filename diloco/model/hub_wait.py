@@ -21,7 +21,7 @@ def next_steps_text(model: HubModel) -> str:
     """Return the next steps for the user if the Hub does not give the start model."""
     download = f"hf download {model.name} --revision {model.commit}"
     return (
-        f"Next: give this machine a way to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
+        f"Next: give this machine access to it (HF_TOKEN, HF_ENDPOINT, or a cache under HF_HOME that `{download}` has "
         f"filled), and run the same command again. Or let a new run carry the model through its bucket: `{download} "
         "--local-dir FOLDER`, and inner.model = FOLDER"
     )

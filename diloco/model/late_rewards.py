@@ -6,7 +6,7 @@
           rollouts/r00/0000000042/0000.0.0003.human.reward ◀── put_once: the first reward of a name counts
 
 No replica, actor or audit reads these records, so trained steps and the results of `verify --inner` stay the same.  The
-record has the reward that was trained on beside the late one.  Readers: `diloco traces` (and its pairs), `report`.
+record has both the late reward and the reward for training.  Readers: `diloco traces` (and its pairs), `report`.
 
 Not promised: that a judge is the person whose name it uses; that the bundle outlives its step (`fleet.keep`).
 """
@@ -146,7 +146,7 @@ def checked_bundle(store: Store, key: str, run: str = "") -> tuple[Rollouts, mem
 
 
 def late_rewards(store: Store, listed: Iterable[str], run: str = "") -> dict[str, list[LateReward]]:
-    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid ones."""
+    """Return a bundle's key -> its late rewards, from the keys of rollouts/; warn about invalid records."""
     found = defaultdict[str, list[LateReward]](list)
     bundles = dict[str, Rollouts | Exception]()
     for key in listed:

@@ -108,7 +108,7 @@ def _start_model(run: Run, scratch: Path, clock: Clock) -> ModelRecord:
         return _carry_model(run, config, scratch / "model", clock)
     folder = link_hub_files(found, scratch / "hub")
     model, drawn = load_start(folder, config.dtype, base=base_of(config.lora), source=found.name)
-    if drawn:  # the head is in no file: every replica would draw another one
+    if drawn:  # the head is in no file: every replica would draw another head
         return _carry_model(run, replace(config, model=str(folder), revision=None), scratch / "model", clock)
     files = {name: {"key": "", "digest": f"{SHA256}:{digits}"} for name, digits in found.files.items()}
     if config.lora is not None:

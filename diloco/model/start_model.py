@@ -12,7 +12,7 @@
 The digest is of the trained parameters after the replica has read, rounded and gathered them. So a release that rounds
 differently is found before it trains.
 
-Not promised: that the Hub keeps a commit. If your run must not depend on that, use a folder as inner.model.
+Not promised: that the Hub keeps a commit. If your run must not depend on the Hub, use a folder as inner.model.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ def refuse_other_bits(announced: str, model: nn.Module) -> None:
     if found != announced:
         raise WrongRun(
             f"this replica's start model has other bits than the run's: digest {found}, the run has {announced}. Its "
-            "files were the same, so they are read or rounded in another way here. Use the releases of torch and "
+            "files were the same, so this machine reads or rounds them in another way. Use the releases of torch and "
             "transformers that the run was started with"
         )
 

@@ -44,7 +44,7 @@ ODD = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what 
 def run_states(store: Store, run: str = "", *, sampled: bool = False) -> Iterator[TraceState]:
     """Yield the states of all rollouts that the run has kept, by replica and time.
 
-    run: nonce of run.json.   sampled: only those of the log's sample, in which each replica has masked its secrets."""
+    run: nonce of run.json.   sampled: only the log's sample, in which each replica has masked its secrets."""
     logged = _state_keys(store)
     listed = [] if sampled else store.list(layout.ROLLOUTS)
     if bundles := _bundles(listed):
@@ -115,7 +115,7 @@ def _doubted(store: Store, listed: list[str]) -> dict[tuple[str, str], list[str]
 
 
 def _does_count(record: Rollouts, key: str, doubted: Mapping[tuple[str, str], list[str]]) -> bool:
-    """Whether a replica might train on this bundle.   If not, warn, with the same words for each of an actor's."""
+    """Whether a replica might train on this bundle.   If not, warn, with the same words for all bundles of an actor."""
     doubts = doubted.get((record.slot, record.actor), [])
     if key not in doubts and sum(at < key for at in doubts) < MOST_DOUBTS:
         return True

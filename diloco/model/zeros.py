@@ -5,7 +5,7 @@
 The first number of each array is not zero and differs between the arrays: if the head and the embeddings were equal,
 Transformers would take the head for tied, though the run's start model has an untied head.
 
-Not promised: holes on every file system; if there are none, the zeros are written.
+Not promised: holes on every file system; without holes, the zeros are written.
 """
 
 import json

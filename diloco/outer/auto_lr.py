@@ -1,4 +1,4 @@
-"""The outer learning rate "auto": the more successive means agree, the smaller it is.
+"""The outer learning rate "auto": the more successive means agree, the smaller the rate is.
 
     η = TARGET / (1 + μ/(1 − μρ̂))        ρ̂: an average of ρ (safety.py), the cosine of successive means
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from diloco.outer.safety import Memory
 
-TARGET = 1.0  # the η_eff that "auto" aims at: that of plain averaging (decision 016)
+TARGET = 1.0  # the η_eff that "auto" aims at, as with plain averaging (decision 016)
 _MEMORY = 8  # ρ̂ is an average over about this number of means
 
 

@@ -1,4 +1,4 @@
-"""A live model as flat fp32 fragments, and checks that they hold everything that training changes.
+"""A live model as flat fp32 fragments, and checks that these hold everything that training changes.
 
     model (any dtype)      w₀ │ w₁ │ w₂ ┊ w₃ │ w₄            trainable parameters, tied ones once, in the model's order
                               ▼            ▼
@@ -16,7 +16,7 @@ The outer step averages only these vectors, so replicas would differ in the rest
     when it is entered         frozen.py: weights and buffers that are not averaged are equal in all replicas
     at every sync              parameters frozen, unfrozen or replaced since · buffers that training has changed
 
-Not promised: a model in shards (ranks/fragment.py has those); state outside of the module (an optimizer's, a
+Not promised: a model in shards (see ranks/fragment.py); state outside of the module (an optimizer's, a
 scheduler's, a data loader's), and buffers that a module does not save.
 """
 

@@ -3,7 +3,7 @@
     no run.json at the URL  ─▶ write it: the loop's mathematics, its layout, what is frozen
     run.json exists there   ─▶ compare, and take its codec                                    WrongRun if it differs
 
-Not promised: that frozen weights are the right ones; only their digests are compared.
+Not promised: that frozen weights are right; only their digests are compared.
 """
 
 from dataclasses import replace

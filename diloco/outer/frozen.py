@@ -1,6 +1,6 @@
 """Compares the parts of a model that no outer step averages: frozen weights, their 4-bit scales, saved buffers.
 
-    a session begins    digest = the manifest's "base" (an adapter), or run.json's (a script)?    no: WrongRun
+    a session begins    digest = "base" of the manifest (an adapter) or of run.json (a script)?    no: WrongRun
     it ends             the same digest?                                                          no: Diverged
 
 Not promised: buffers that a module does not save.
@@ -30,8 +30,8 @@ def refuse_other_base(announced: str, model: nn.Module) -> None:
     if announced and (found := frozen_digest(model)) != announced:
         raise WrongRun(
             f"the base model of this replica's adapter has other bits than the run's: digest {found}, the run has "
-            f"{announced}. An adapter means nothing on another base. Its files were the same, so they are read or "
-            "rounded in another way here. Use the releases of torch and transformers that the run was started with"
+            f"{announced}. An adapter means nothing on another base. Its files were the same, so this machine reads or "
+            "rounds them in another way. Use the releases of torch and transformers that the run was started with"
         )
 
 

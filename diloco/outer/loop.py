@@ -119,7 +119,7 @@ class OuterLoop:
         return self.committed() * self.interval + self.diloco._local_step
 
     def progress(self, before: int, steps: int) -> dict[str, int]:
-        """Return a TrainerState's global_step and max_steps.   before: outer steps of the parent.   steps: of this."""
+        """Return a TrainerState's global_step and max_steps.   before: outer steps of the parent.   steps: ours."""
         begin, end = before * self.interval, max(steps, self.committed() + 1) * self.interval
         return {"global_step": begin + self.position(), "max_steps": begin + end}
 

@@ -51,7 +51,7 @@ def make_diloco(
 
 
 def as_outer_manager(manager: Any) -> Any:
-    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, others are returned as they are."""
+    """Return a manager that OuterLoop can use: a torchft.Manager is wrapped, another manager is returned as it is."""
     if hasattr(manager, "rounds"):
         return manager
     from diloco.outer.managers.lighthouse import LighthouseManager

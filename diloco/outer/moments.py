@@ -4,7 +4,7 @@
     r01-2                                          residual ─▶ its own AdamW, before its first inner step
 
 m and v are fp32 vectors in flat order, which also hold bfloat16 moments; step has one number per parameter.  An
-adapter's moments are a few megabytes. Above MOST_BYTES, as in most whole models, they are not passed on.
+adapter's moments are a few megabytes. Moments above MOST_BYTES, as most whole models have, are not passed on.
 
 Not promised: moments of optimizers other than torch's Adam and AdamW, of a killed replica, or of several ranks.
 A session with moments has no warm-up of its own (inner/models/optim.py).
@@ -33,7 +33,7 @@ STEP, MEAN, SQUARE = KINDS = ("step", "exp_avg", "exp_avg_sq")
 
 @torch.no_grad()
 def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray]:
-    """Return Adam's moments; {} if there are none yet or they are too large, with several ranks, another optimizer."""
+    """Return Adam's moments; {} for no moments yet, too large ones, several ranks or another optimizer."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW) or _ranks() > 1 or 8 * sum(p.numel() for p in parameters) > MOST_BYTES:
         return {}
@@ -47,7 +47,7 @@ def read_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, np.ndarray
 
 @torch.no_grad()
 def write_moments(model: nn.Module, optimizer: Optimizer, found: Mapping[str, np.ndarray]) -> str:
-    """Set the optimizer's moments. Return "", or why they do not fit; then nothing is changed."""
+    """Set the optimizer's moments. Return "", or why the moments do not fit; then nothing is changed."""
     parameters = [p for _, p in trainable_parameters(model)]
     if not isinstance(optimizer, Adam | AdamW):
         return f"they are AdamW's, and this optimizer is {type(optimizer).__name__}"

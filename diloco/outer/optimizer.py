@@ -42,7 +42,7 @@ class Nesterov(torch.optim.Optimizer):
     """The optimizer of one flat parameter by `nesterov`: SGD(nesterov=True) without fused rounding (≤ 2 ulp).
 
     A zero mean changes nothing: θ, the momentum and the state of "auto" stay the same.
-    lr: a number, or "auto" (auto_lr.py), which chooses it for every mean.
+    lr: a number, or "auto" (auto_lr.py), which chooses lr for every mean.
     """
 
     def __init__(self, flat: nn.Parameter, *, lr: float | str, momentum: float) -> None:

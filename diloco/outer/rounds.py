@@ -9,7 +9,7 @@
 If inner steps continue during a fragment's transfer, `average` runs the round in a thread of its own, and
 `finish_round` takes the outer step after the thread has ended.
 
-Not promised: two rounds at the same time; torchft waits for one before it begins the next.
+Not promised: two rounds at the same time; torchft waits for a round before it begins the next round.
 """
 
 import threading

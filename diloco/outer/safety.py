@@ -11,7 +11,7 @@ A product of two fp32 numbers is exact in fp64, so `dot` adds in fp64 lanes in a
 fused multiply-add. `math.fsum` of the lanes is correctly rounded.
 
 The formula of η_eff: m_t = Σ_k μ^k·ḡ_{t−k}, and means k syncs apart have cosine ρ^k (AR(1)).  So along ḡ_t the step
-η·(ḡ_t + μ·m_t) is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  The heavy-ball formula, η/(1 − μρ), is 1 + μ(1 − ρ) times less.
+η·(ḡ_t + μ·m_t) is η·(1 + μ·Σ_k (μρ)^k)·ḡ_t.  η/(1 − μρ), of the heavy ball, is 1 + μ(1 − ρ) times smaller.
 
 Not promised: that a run's means are AR(1); that a high ρ is bad or a low ρ is good.  The numbers are for you to read;
 only lr = "auto" (auto_lr.py) uses them.  (The norm gate, agreement/rules.py, changes a step as part of a commit.)

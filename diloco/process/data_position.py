@@ -5,9 +5,9 @@
                                                                      –: its work of that step is lost; rows read again
 
     With several fragments, a Δ has the inner steps since its fragment's last Δ. So each Δ gives a position, and the
-    largest counts.  During a fragment's transfer, `delay` steps are taken that are in none of its Δ.
+    largest counts.  During a fragment's transfer, `delay` steps are taken that no Δ of this fragment contains.
 
-The position uses only commits. Outer steps × sync_every would count rows that a slow replica, or one with
+The position uses only commits. Outer steps × sync_every would count rows that a slow replica, or a replica with
 sync_seconds, never read.
 
 Not promised: the rows of an offer that came too late to be listed; they are read again.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diloco.run.config import OuterConfig
 
 
-UNLUCKY = 2  # sessions of a slot without counted work, after which the next one makes its own rollouts
+UNLUCKY = 2  # sessions of a slot without counted work, after which the next session makes its own rollouts
 
 
 def read_offers(store: Readable, until: int, together: Together, since: int = 0) -> dict[str, list[Listed]]:

@@ -12,7 +12,7 @@ DIVERGED = 5  # the replica's θ was not the commits', or an object that it need
 BAD_DELTA = 6  # the pseudogradient was not finite, or far too long, so it was not offered; starting again heals
 RESUME = 7  # the replica left because its platform's time limit is near; start the slot again
 HUNG = 8  # an inner step hung (diloco/process/watchdog.py); starting again may help
-NO_REWARD = 9  # the reward gave no more numbers; starting again helps when its service is back
+NO_REWARD = 9  # the reward gave no more numbers; starting again helps when the reward's service works again
 GAVE_UP = 75  # EX_TEMPFAIL: no progress for too long; the same command resumes the run
 
 NAMES = {

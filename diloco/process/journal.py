@@ -6,7 +6,7 @@
 A `kill -9` loses only the events since the last outer step.  A failed write never ends a replica.  Secrets of the
 environment are masked (inner/masking.py).
 
-Without a run key, any process with write access may have written an object there; with one, logs are sealed
+Without a run key, any process with write access may have written an object there; with a run key, logs are sealed
 (rendezvous/stores/signed.py).  Readers check the fields that they use, and count and skip a line that is no event.
 
 Not promised: that an event is true, or that a line is complete.

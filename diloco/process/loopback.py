@@ -5,7 +5,7 @@
 httpx, requests, urllib and obstore send a request for 127.0.0.1 to the proxy, which cannot reach this machine: the
 endpoint of agents, an engine beside the actor and a local bucket would be lost.  Child processes inherit the variables.
 
-Not promised: to keep requests away from a proxy in the settings of macOS or Windows, or those of a script that you
+Not promised: to keep requests away from a proxy in the settings of macOS or Windows, or requests of a script that you
 start without `diloco`.
 """
 
@@ -15,7 +15,7 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def pass_the_proxy(environment: MutableMapping[str, str]) -> None:
-    """Add the names of this machine to NO_PROXY and no_proxy: some clients read one, some the other."""
+    """Add the names of this machine to NO_PROXY and no_proxy: some clients read the first, some the second."""
     upper, lower = environment.get("NO_PROXY", ""), environment.get("no_proxy", "")
     for name, listed in (("NO_PROXY", upper or lower), ("no_proxy", lower or upper)):
         words = [word.strip() for word in listed.split(",") if word.strip()]

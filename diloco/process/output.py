@@ -27,7 +27,7 @@ GONE = (errno.EPIPE, errno.EIO)  # EPIPE: the reader of a pipe has ended; EIO: t
 
 
 class _LossyFile(io.FileIO):
-    """A file that accepts every byte, and drops those that it cannot write."""
+    """A file that accepts every byte, and drops the bytes that it cannot write."""
 
     def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
         try:
@@ -96,5 +96,5 @@ def survive_lost_output(*names: str) -> None:
             raw = io.BufferedWriter(cast("Any", _LossyFile(fd, "w", closefd=False)))
             coding = raw_output(here).encoding
             lossy: Any = io.TextIOWrapper(raw, encoding=coding, errors="backslashreplace", line_buffering=True)
-            lossy.close = lossy.flush  # the user's code may close it; that must not end the session
+            lossy.close = lossy.flush  # the user's code may close the stream; that must not end the session
             setattr(sys, name, PlainOutput(lossy) if isinstance(here, PlainOutput) else lossy)

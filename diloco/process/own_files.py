@@ -22,7 +22,7 @@ class ForeignFile(OSError):
 
 
 def open_own(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; only its owner can read a new one. Return a descriptor.   Raises OSError, never blocks.
+    """Open a regular file; other users cannot read a new file. Return a descriptor.   Raises OSError, never blocks.
 
     A file to be written must have only this name.  A file to be read may for a moment have two names (`os.link`).
     """

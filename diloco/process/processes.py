@@ -93,7 +93,7 @@ def send_signal(pid: int, started: int, sig: int, *, run: str | None, group: boo
 
 
 def describe_exit(exit_code: int | None, ours: bool = True) -> str:
-    """Describe -9 as "killed by SIGKILL", 3 as "exit code 3 (fenced)".   ours: of a replica, whose codes have names."""
+    """Describe -9 as "killed by SIGKILL", 3 as "exit code 3 (fenced)".   ours: a replica's code; these have names."""
     if exit_code is None:
         return "gone; its exit code was not seen"
     if exit_code >= 0:

@@ -1,4 +1,4 @@
-"""A replica of K ranks on one machine: its process is rank 0, starts the others, and ends with the first that fails.
+"""A replica of K ranks on one machine: its process is rank 0, starts the others, and ends if one rank fails.
 
     the slot's process = rank 0 ── fork (or a fresh interpreter) ──▶ rank 1 … K − 1     RANK, WORLD_SIZE, LOCAL_RANK
          │                           they ignore SIGTERM: rank 0 leaves for all of them
@@ -37,7 +37,7 @@ LAUNCHER = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASK
 LAUNCHERS = ("PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_")
 MEET = "DILOCO_RANKS"  # variable with the path of the file where ranks meet
 END_S = 10.0  # time for the other ranks to end after rank 0's work
-EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended well
+EARLY_S = 10.0  # time for rank 0 to end, or to leave the run, after another rank has ended with code 0
 SETTLE_S = 1.0  # time to see a rank's end after another rank has lost contact to it
 STOPPED_LOOKS = 30  # looks, SETTLE_S apart, that see a rank stopped before the replica ends
 LAST = "last"  # kind of the message in which a rank reports its end
@@ -46,7 +46,7 @@ _speaking = threading.Lock()
 
 
 class RankLost(RuntimeError):
-    """Another rank of this replica has ended, so this one cannot continue."""
+    """Another rank of this replica has ended, so this rank cannot continue."""
 
 
 class Followed(RuntimeError):
@@ -58,7 +58,7 @@ class Followers:
 
     on_loss: called with the words about a rank that has failed, before this process ends.
     on_told: called in the watching thread with a rank's number and its message. Set it before a rank sends one.
-    is_over: whether rank 0 no longer needs the others; before that, a rank that ends with code 0 counts as lost."""
+    is_over: whether rank 0 needs no other rank any more; before that, a rank that ends with code 0 counts as lost."""
 
     def __init__(self, count: int, follow: Callable[[], int]) -> None:
         self.on_loss: Callable[[str], None] = lambda text: None
@@ -123,7 +123,7 @@ class Followers:
                 return self._end_like(*failed)
 
     def _first_failure(self) -> tuple[str, int] | None:
-        """Return a message about the rank whose end explains the others', and its exit code; None if all still run."""
+        """Return a message about the rank whose end explains all others, and its exit code; None if all still run."""
         found: list[tuple[bool, bool, int, int]] = []
         for index, (process, pipe) in enumerate(self._ranks, 1):
             if wait([process.sentinel], 0):
@@ -189,7 +189,7 @@ class Followers:
 def _learn_exit_code(process: Any) -> None:
     """Wait until the exit code of an ended process is known. That takes a moment, above all if another thread asks.
 
-    Each Process.start() asks for the codes of all children; of two threads that ask, the second gets none (ECHILD)."""
+    Each Process.start() asks for the codes of all children; if two threads ask, the second gets no code (ECHILD)."""
     until = time.monotonic() + SETTLE_S
     process.join(SETTLE_S)
     while process.exitcode is None and time.monotonic() < until:
@@ -205,7 +205,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def rank_environment(index: int, count: int, folder: str) -> dict[str, str]:
-    """Return the variables by which torch, accelerate and TRL know a rank.   folder: that of this replica's session."""
+    """Return the variables by which torch, accelerate and TRL know a rank.   folder: the replica's session's folder."""
     numbers = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {MEET: os.path.join(folder, "meet"), **{name: str(number) for name, number in numbers.items()}}
 
@@ -257,7 +257,7 @@ def _end_with_parent() -> None:
 
 
 def forget_launcher() -> None:
-    """Remove the variables by which torchrun, mpirun or srun tells this process that it is one of several."""
+    """Remove the variables by which torchrun, mpirun or srun tells this process that it is one of several ranks."""
     if found := [name for name in os.environ if name in LAUNCHER or name.startswith(LAUNCHERS)]:
         for name in (*found, "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)

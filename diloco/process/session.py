@@ -165,7 +165,7 @@ class Session:
         pause = max(1.0, self.timing.beat)
         while not self._ended.wait(pause):
             if self._turn.has_overstayed(pause):
-                text = f"a request to the store has not come back for {self._turn.limit_s:.0f} s (a mount that stalls?)"
+                text = f"a request to the store has had no answer for {self._turn.limit_s:.0f} s (a mount that stalls?)"
                 print(
                     f"{self._slot}: {text}; this session ends, its slot is started again", file=sys.stderr, flush=True
                 )
@@ -192,7 +192,7 @@ class Session:
             self._alone_since, self._alone_at = 0.0, None
 
     def _is_lease_over(self) -> bool:
-        """Whether `until` has passed.  If the wall clock changes after the first look at this `until`, ignore that."""
+        """Whether `until` has passed.  Ignore changes of the wall clock after the first look at this `until`."""
         until, now = self.rv.members.wanted.until, self.clock.now()
         if until != self._until:
             self._until, self._ends = until, now + until - self.clock.wall()

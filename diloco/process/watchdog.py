@@ -5,10 +5,10 @@ heartbeats and costs as much as before, but does not train.
                     └────────── Watchdog ───────────┘
     heartbeat thread:  look(seconds) ──▶ None, or the duration of the current inner step if it is too long
 
-    limit = max(least_s, 10 · median inner step, 3 · longest inner step)     before the first has ended: 3 · least_s
+    limit = max(least_s, 10 · median inner step, 3 · longest inner step)     until one step has ended: 3 · least_s
 
-The longest counts because a step that generates rollouts may last a hundred times as long as steps that reuse them.
-Time inside a sync does not count: waits for the store and for other replicas have another limit (Timing.give_up).
+The longest step counts because a step that generates rollouts may last a hundred times as long as steps that reuse
+them. Time inside a sync does not count: waits for the store and for other replicas have another limit (Timing.give_up).
 
 A request that never returns also stops the heartbeat and the check of the lease: for example, a mount without its
 server holds the thread in the kernel.  A second thread detects that:
@@ -98,7 +98,7 @@ class TurnWatch:
         self._busy = False
 
     def has_overstayed(self, elapsed: float) -> bool:
-        """Whether the turn has lasted too long.   elapsed: as for `Watchdog.look`."""
+        """Whether the turn has lasted too long.   elapsed: the same as for `Watchdog.look`."""
         self._stood = self._stood + elapsed if self._busy else 0.0
         return self._stood > self.limit_s
 

@@ -9,12 +9,12 @@
     drawn    SHA-256(commit T−1 ‖ key ‖ nonce) is below the share; T: the outer step that trains it
 
 A verdict binds this session, its replacements and an audit.  An audit of an earlier session ignores it.  Which bundles
-are checked depends only on the chain and on earlier verdicts, so all sessions check the same.  Only the check's sums
-may differ on another machine; so the first verdict counts.
+are checked depends only on the chain and on earlier verdicts, so all sessions check the same bundles.  Only the check's
+sums may differ on another machine; so the first verdict counts.
 
 Not promised: that every false bundle is found (inner/extras/rollout_check/check.py lists the limits).  An actor that
 puts a bundle after commit T−1 can know whether the bundle is drawn.  A bundle that names a session as its maker is not
-checked: only a writer of the bucket can write such a bundle, and a run key keeps others out.
+checked: only a writer of the bucket can write such a bundle, and a run key keeps other writers out.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from inner.rollouts.recording.recorded import BundlePlace
 
 ROLLOUTS, TOKENS = 16, 256  # limits of checked rollouts per bundle and of tokens per turn: they bound the cost
-POSITIONS = 1 << 20  # in effect all: with the check's default of 32, 1 of 20 honest 8-bit bundles was doubted
+POSITIONS = 1 << 20  # in effect all tokens: with the check's default of 32, 1 of 20 honest 8-bit bundles was doubted
 SIGMAS = 5.0  # limit of the surprise, in standard deviations, as in the check itself
 SHOWN = 2000  # characters of the reasons in a verdict
 
@@ -115,7 +115,7 @@ class RolloutDoor:
     def _judge(
         self, check: Check, place: "BundlePlace", key: str, record: Rollouts, bundle: Bundle, seed: int
     ) -> RolloutVerdict:
-        """Check the bundle, and return the recorded verdict: this one, or a verdict recorded before."""
+        """Check the bundle, and return the recorded verdict: the new one, or a verdict recorded before."""
         found = check(record.step - self._parent, bundle, seed)
         made = RolloutVerdict(
             of=record.nonce, actor=record.actor, by=self._by, step=record.step, nonce=new_nonce(),
@@ -133,7 +133,7 @@ class RolloutDoor:
         return verdict
 
     def _known(self) -> dict[str, RolloutVerdict]:
-        """Return the slot's verdicts by their bundles' keys: one LIST for a session, and a GET for each."""
+        """Return the slot's verdicts by their bundles' keys: one LIST for a session, and a GET for each verdict."""
         if self._verdicts is None:
             listed = set(self._store.list(self._prefix))
             judged = [key for key in listed if layout.beside_bundle(key, "verdict") in listed - {key}]
@@ -162,7 +162,7 @@ class RolloutDoor:
 
 
 def door_of(run: "Run", session: "Session", loop: Any, store: Store) -> RolloutDoor:
-    """Return the door of a session's slot, which checks with the loop's model."""
+    """Return the door of a session's slot, which checks bundles with the loop's model."""
     check = ModelCheck(store, loop.trainer, loop.model, lambda: start_weights(run))
     return RolloutDoor(
         store, session.clock, session.emit, check, run=run.record.nonce, slot=session.rv.slot,

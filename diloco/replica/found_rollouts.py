@@ -2,7 +2,7 @@
 
     bytes ─▶ record: this run, slot and place? of this outer step? ─▶ payload: whole? ─▶ fits? ─▶ an actor's: the door
 
-Not promised: the same answer on two machines, if their weights differ inside a round (rollouts.py).
+Not promised: the same decision on two machines, if their weights differ inside a round (rollouts.py).
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def read_found(
     places: "BucketPlaces", place: BundlePlace, key: str, body: bytes, unfit: Unfit
 ) -> tuple[Bundle | None, str]:
-    """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step.   key: of the object."""
+    """Return the bundle, or why it cannot be used; (None, "") if it is of another outer step.   key: the object's."""
     if body == VOID:
         return None, ""  # the store has reported the error
     record, payload = read_record(body)

@@ -2,7 +2,7 @@
 
     a bundle's step < the first step whose θ can be computed ──▶ deleted: no audit can use it any more
 
-A bundle that a suspended process writes after that is of an old step, so no session uses it.
+A bundle that a suspended process writes later is of an old step, so no session uses it.
 
 Not promised: a deletion at once. Every EVERY outer steps the slot looks, because a look costs a LIST and some GETs.
 """
@@ -39,7 +39,7 @@ class OldBundles:
         self._began = self._newest = -1
 
     def note(self, place: "BundlePlace") -> None:
-        """Note that this place has a bundle; every EVERY outer steps, delete those that no audit can use."""
+        """Note that this place has a bundle; every EVERY outer steps, delete the bundles that no audit can use."""
         self._steps[f"{self._prefix}{place.generation:010d}/"] = place.outer
         if self._newest < 0 or place.outer >= self._newest + EVERY:
             self._newest = place.outer

@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def error_words(error: Exception) -> str:
-    """Return the error's type and text; for GPU memory a message of our own."""
+    """Return the error's type and text, or our own message if GPU memory is full."""
     plain = f"{type(error).__name__}: {error}"
     if not (isinstance(error, torch.OutOfMemoryError) or "CUDA error: out of memory" in plain):
         return plain

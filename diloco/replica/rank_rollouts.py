@@ -12,7 +12,7 @@ So an actor samples for one rank at a time, and a bundle is as large as with one
 TRL gathers over all ranks. So all ranks read bundles, or all make new rollouts. And all train on actors' rollouts, or
 all train on their own. A rank's own bundle is then a later attempt beside the actor's. A replacement decides so, too.
 
-Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the others.
+Not promised: models in shards (rank_faults.py), where a forward pass of one rank would wait for the other ranks.
 """
 
 from collections.abc import Callable, Sequence

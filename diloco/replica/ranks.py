@@ -1,4 +1,4 @@
-"""One replica in K processes: rank 0 is the replica, and the others train as it does.
+"""One replica in K processes: rank 0 is the replica, and the other ranks train as it does.
 
     python -m diloco.replica RUN_URL --slot r00 --devices 2
 

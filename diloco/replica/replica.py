@@ -143,7 +143,7 @@ def open_patiently(url: str, clock: Clock, patience_s: float = OPEN_S) -> Run:
 def _is_preflight(session: Session) -> bool:
     """Whether an error may concern all replicas: no outer step is committed, and this session has not begun to train.
 
-    A later error counts as temporary, or as this machine's own, and ends only this session (decision 025)."""
+    A later error counts as temporary, or as a fault of this machine, and ends only this session (decision 025)."""
     return session.rv.members.status.phase == "boot" and session.rv.store.get(layout.commit_key(0)) is None
 
 
@@ -377,7 +377,7 @@ def evaluator_of(
 
 
 def seeds_of(run: Run, slot: str, generation: int) -> Seeds:
-    """Return the seeds: of the data order by run and slot; of the noise by session, or by slot for shared rollouts."""
+    """Return the seeds: the order's by run and slot, the noise's by session, or by slot for shared rollouts."""
     number, seed = generation, run.config.seed
     if generation > 1 and run.config.fleet.record_rollouts:
         from diloco.process.data_position import is_unlucky

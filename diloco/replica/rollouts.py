@@ -91,7 +91,7 @@ def keep_rollouts(run: "Run", session: "Session", loop: "InnerLoop") -> Callable
 
 
 def staleness_in(run: "Run") -> int:
-    """Return how many outer steps old an actor's weights may be; -1: a run without broadcast weights has no actors."""
+    """Return how many outer steps old an actor's weights may be; -1 in a run without broadcast weights."""
     if not run.config.fleet.broadcast_weights:
         return -1
     from diloco.run.combinations import staleness_of
@@ -144,7 +144,7 @@ class BucketPlaces:
         self._outer, self._found, self.expired = -1, 0, 0  # outer step of the newest place; two counts of this step
         self.door: RolloutDoor | None = None
         self.own_only = False  # whether actors' bundles are passed over
-        self._lost_in = -1  # an outer step in which the store failed: no further wait for it before the next one
+        self._lost_in = -1  # an outer step in which the store failed: no further wait for the store in this step
         self.is_past_others = False  # without actors: True after a place without a bundle. Then only `put` asks
         self.after_put: Callable[[BundlePlace], None] = lambda place: None
 
@@ -201,7 +201,7 @@ class BucketPlaces:
     def deliver(self, place: BundlePlace, made: Bundle) -> bool:
         """Record an actor's bundle, if its place has none yet.   Return whether this bundle counts.
 
-        Raise StoreRefused if the actor may not write, because then all that it samples is lost.
+        Raise StoreRefused if the actor may not write, because then all its rollouts are lost.
         """
         try:
             body = self._sealed(place, made)
@@ -244,7 +244,7 @@ class BucketPlaces:
         return layout.bundle_key(self.slot, place.generation, place.bundle, self._attempt)
 
     def _usable(self, place: BundlePlace, body: bytes, unfit: Unfit) -> Bundle | None:
-        """Return the object's bundle.   None: it is of another outer step, or cannot be used, which is reported."""
+        """Return the object's bundle.   None if it is of another outer step, or is reported as unusable."""
         try:
             bundle, why = self._read(place, body, unfit)
         except (WireError, ValueError) as error:

@@ -3,11 +3,11 @@
     rank 0   script ─▶ a file beside MEET's ─▶ rank 1 …   each runs the script, in the same folder
              a store at MASTER_ADDR:MASTER_PORT ◀── dist.init_process_group(), as under torchrun
 
-The script makes torch's default group, with its own backend and timeout; ours is a part of it (diloco/outer/ranks/).
+The script makes torch's default group, with its own backend and timeout; our group is a part of it (outer/ranks/).
 If the script makes no group, DiLoCoCallback, or `lead`, makes it.  Rank 0 keeps the store's port open from the start,
 so that no other process takes it, as torchrun's agent does; a variable of torchrun tells torch to use that store.
 
-Not promised: a script that opens MASTER_PORT itself; that fails under torchrun, too.
+Not promised: a script that opens MASTER_PORT itself; such a script fails under torchrun, too.
 """
 
 import os
@@ -78,7 +78,7 @@ def follow_script(job: ScriptJob) -> int:
         start(job.script, job.folder)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code == exitcodes.LEFT:
-            return exitcodes.DONE  # rank 0 leaves the run for all ranks, and may need longer
+            return exitcodes.DONE  # rank 0 leaves the run for all ranks, and may end later than they
         time.sleep(2 * SETTLE_S)  # rank 0 runs the same script, and reports the error
         if isinstance(error, SystemExit) and error.code:  # scripts and replicas have different exit codes
             raise RuntimeError(f"{job.script} ended with sys.exit({error.code!r})") from None

@@ -1,4 +1,4 @@
-"""Checks of settings: those that a lighthouse does not support, those that actors need, columns without a file.
+"""Checks of settings: settings that a lighthouse does not support, settings for actors, columns without a file.
 
     rollouts of [inner] ∧ fleet.record_rollouts ∧ fleet.broadcast_weights ──▶ actors can sample ahead (diloco/actor/)
 
@@ -98,7 +98,7 @@ def refuse_actors(config: "RunConfig") -> None:
 
 
 def refuse_engine(config: "RunConfig", typed: str) -> None:
-    """Raise ConfigError for an actor's engine that is not known, or that the run cannot have."""
+    """Raise ConfigError for an actor's engine that is not known, or that the run cannot use."""
     kind, _, address = typed.partition(":")
     if typed in ("", "transformers"):
         return

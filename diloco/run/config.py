@@ -1,4 +1,4 @@
-"""run.toml in, one frozen object out; the same object goes into the bucket as run.json.
+"""Read run.toml into one frozen object; the same object is stored in the bucket as run.json.
 
     run.toml ──▶ RunConfig ── mathematics() ──▶ run.json, for ever      settings that determine the result
                   │  └─────── fleet ──────────▶ control/000000.json     the operator's desired state
@@ -63,8 +63,8 @@ class OuterConfig(Table):
     snapshot_every: int = setting(10, "Outer steps from one snapshot of θ and the momentum to the next.", least=1)
     codec: str = setting(
         "fp32",
-        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback); auto: chosen once for a run, "
-        "the first (except bf16-gate) whose sync takes at most a tenth of the time between syncs, else the fastest.",
+        f"Format of pseudogradients: {', '.join(CODECS)} (lossy: with error feedback). auto: chosen once for a run, "
+        "the first format (not bf16-gate) whose sync takes at most a tenth of the time between syncs, or the fastest.",
         one_of=(*CODECS, AUTO),
     )
     weighting: str = setting(
@@ -122,7 +122,7 @@ class RunConfig:
     """
 
     name: str = setting("run", "Name of the run in `status` and in the report.")
-    seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own from it.")
+    seed: int = setting(0, "Seed of data order and sampling; each slot and session derives its own seed.")
     rendezvous: str = setting(
         "bucket",
         '"bucket", or lighthouse://host:port where replicas can reach each other (torchft\'s Manager, Gloo).',
@@ -163,7 +163,7 @@ class RunConfig:
     def hung_after_s(self) -> float:
         """Seconds without an inner step after which a replica may count as hung, 0 for never.
 
-        A tool, an environment or an agent may use up its own limit twice: a step may call it several times."""
+        A tool, an environment or an agent may use up its own limit twice, because a step may call it several times."""
         sampling, own = self.inner.sampling, self.fleet.hung_after_s
         limits = sampling.tool_timeout_s, sampling.environment_timeout_s, sampling.agent and sampling.agent_timeout_s
         return own and max(own, *(2 * (limit or 0.0) for limit in limits))
@@ -195,7 +195,7 @@ class RunConfig:
         return {kind: self.path_of(kind, name) for kind, name in self._named_files().items()}
 
     def path_of(self, kind: str, name: Any) -> Path:
-        """Return the path of the user's file of this kind.   name: its name in the config."""
+        """Return the path of the user's file of this kind.   name: the file's name in the config."""
         if kind in self.gathered:
             return self.gathered[kind]
         if not is_one_file(name):

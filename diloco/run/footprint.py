@@ -45,12 +45,12 @@ ADAPTER_WIDTH = 4  # bytes: an adapter is fp32 on every base
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: at LINK.
+    """Bytes and seconds.   each_step: left in the bucket by one outer step, without snapshots.   sync_s: over LINK.
 
     loading: host bytes of all processes' copies while the model loads.
     compute_s: estimated time between two syncs.   period: outer steps between snapshots, with the run's fleet.keep.
     needed: the smallest fleet.keep with room for the blobs that a reader may need; these stay in any case.
-    floor, int8_floor: the same with a snapshot at every step, for the run's codec and for int8.
+    floor, int8_floor: the same size with a snapshot at every step, for the run's codec and for int8.
     back: bytes of each older step that is kept.   rollouts: limit of bytes of one outer step's recorded tokens.
     """
 
@@ -81,7 +81,7 @@ def footprint(
     """Compute the footprint of a run. For codec = "auto", use the codec that would be chosen at LINK.
 
     trained: number of the adapter's parameters; None if the whole model is trained.   quantised: how many of the base's
-    parameters have 4 bits on the device (inner.lora.base).   devices: number per replica."""
+    parameters have 4 bits on the device (inner.lora.base).   devices: how many a replica has."""
     compute_s = compute_seconds_of(config, parameters)
     base = 0 if trained is None else parameters
     parameters = parameters if trained is None else trained
@@ -222,6 +222,6 @@ def _floor_advice(found: Footprint, keep: int) -> str:
 
 
 def _rounded_up(size: int) -> int:
-    """Round up to three digits, as many as `byte_size` writes, so that the size in the text is enough."""
+    """Round up to three digits, as `byte_size` writes them, so that the size in the text is enough."""
     unit = 10 ** max(0, len(str(size)) - 3)
     return -(-size // unit) * unit

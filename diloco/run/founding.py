@@ -1,4 +1,4 @@
-"""Found (create) a run in a bucket, or open the existing one.
+"""Found (create) a run in a bucket, or open the existing run.
 
     open_run   run.json (mathematics, digests of the user's files) · code/… · control/000000      without torch
     then       model/publish.py: θ₀, in a child process
@@ -110,7 +110,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
     if stands is not None and store.get(layout.RUN) is None:
         raise RecordsLost(
             f"{store.url}/{layout.RUN} has vanished, though {stands} is there. A new run founded here would take the "
-            "old one's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
+            "old run's claims and steps for its own, so nothing was written. Restore the object (a bucket's versions, "
             "a backup) and remove the rule that expires or deletes objects below this URL; or use another URL for a "
             "new run"
         )
@@ -119,7 +119,7 @@ def refuse_headless(store: Store, later: Iterable[str]) -> None:
 def refuse_nested(url: str) -> None:
     """Raise WrongRun if `url` is inside another run, because each run would read the other's objects as its own.
 
-    A folder or prefix above that is missing or unreadable counts as a place without a run.
+    A folder or prefix above `url` that is missing or unreadable counts as a place without a run.
     """
     for above in urls_above(url):
         with suppress(StoreError, ValueError, OSError):
@@ -138,13 +138,13 @@ def solo_warning(desired: Wanted) -> str:
     alone = "it is the only one" if desired.replicas == 1 else f"{desired.replicas} are wanted, and any one is enough"
     return (
         f"min_replicas = 1: one replica alone may take an outer step ({alone}). No other replica confirms "
-        "its θ, so bad memory would not be noticed; with --min-replicas 2 two of them must agree"
+        "its θ, so bad memory would not be noticed; with --min-replicas 2 two replicas must agree"
     )
 
 
 def refuse_unfit(store: Store, clock: Clock) -> None:
     """Raise StoreRefused, before anything is written, if the store lacks create-if-absent. Two replicas could
-    commit the same step.   A bucket that already has a run may have lost it: some servers do, with versioning on."""
+    commit the same step.   A bucket with a run may also lack create-if-absent, if versioning is on."""
     if getattr(store, "proven", False):
         return
     from rendezvous.stores.race import why_unfit
@@ -172,7 +172,7 @@ def refuse_lost_run(run: Run, *, records: int, head: int) -> None:
 
 
 def set_desired(store: Store, clock: Clock, fleet: FleetConfig, *, counts_steps: bool = True) -> Wanted:
-    """Write a control record with the desired fleet, unless the newest one has it and the run was not stopped.
+    """Write a control record with the desired fleet, unless the newest record has it and the run was not stopped.
 
     counts_steps: False for a launched script, which itself sets the number of outer steps."""
     stands = read_control(store)
@@ -199,7 +199,7 @@ def refuse_fewer_steps(store: Store, steps: int) -> None:
         return
     head = first_open_step(store, steps + 1)
     raise ConfigError(
-        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. It counts from the start, "
+        f"{head} outer steps are committed already, and steps = {steps} asks for fewer. steps counts from the start, "
         f"so write --steps {head + steps} for {steps} more"
     )
 

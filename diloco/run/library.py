@@ -35,7 +35,7 @@ from rendezvous.stores.run_key import run_key, under_key
 
 AUTO = "auto"  # in place of a slot: choose a free slot
 LAUNCHED: dict[str, Session] = {}  # one_spelling(URL) -> the session of the process that runs a user's script for it
-TELL_S, LOOK_S = 10.0, 1.0  # seconds of waiting after which it is told; seconds between two looks
+TELL_S, LOOK_S = 10.0, 1.0  # seconds of waiting after which the user is told; seconds between two looks
 OPENED = set[str]()  # one_spelling(URL) of runs in which this process has opened a session by itself
 
 
@@ -82,7 +82,7 @@ def tell_first_wait(session: Session, clock: Clock) -> None:
 def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
     """Return the session that `diloco launch` claimed for this process; None for a script that you started by hand.
 
-    steps: outer steps that the script asks for, used if the operator has asked for none.
+    steps: outer steps that the script asks for, used if the operator has asked for no number.
     """
     session = LAUNCHED.get(one_spelling(url))
     if session is None or slot not in (AUTO, session.rv.slot):
@@ -96,7 +96,7 @@ def launched_session(url: str, slot: str, steps: int | None) -> Session | None:
 def refuse_other_run(run: str | Store, slot: str) -> None:
     """Raise OuterError in a launched script that names a run or slot of its own, before it has joined the launched run.
 
-    Else each replica would wait, alone, for the others of a run that has no other replicas."""
+    Else each replica would wait alone, in a run that has no other replicas."""
     for url, session in LAUNCHED.items():
         if session.rv.members.status.phase == "boot":
             raise OuterError(
@@ -112,14 +112,14 @@ def refuse_second(run: str | Store) -> None:
     has_trained = session is not None and session.rv.members.status.phase != "boot" and not session.rv.is_leaving
     if has_trained or (one_spelling(run) in OPENED and _has_ended(run)):
         raise OuterError(
-            f"this process has already trained in {url_of(run)}, and a run has one training: a second one would get "
-            "the run's weights and take no step. Name another run for it, and let it begin with the saved model of "
-            "this one"
+            f"this process has already trained in {url_of(run)}, and a run has one training: a second one "
+            "would get the run's weights and take no step. Name another run for the second training, and let it "
+            "begin with the model that this run saved"
         )
 
 
 def one_spelling(run: str | Store) -> str:
-    """Return the same URL for `./run`, `run/`, a link to it, `file:///…/run` and a store of it."""
+    """Return the same URL for `./run`, `run/`, a link to this folder, `file:///…/run` and an open store."""
     scheme, _, path = (found := url_of(open_store(run) if isinstance(run, str) else run)).partition("://")
     return f"file://{os.path.realpath(path)}" if scheme == "file" else found
 
@@ -140,7 +140,7 @@ def _reach(run: str | Store, clock: Clock) -> Store:
 def ensure_slot(
     store: Store, clock: Clock, slot: str, *, replicas: int | None, min_replicas: int | None, steps: int | None
 ) -> None:
-    """Write a new run's first control record, or one that adds `slot` if the newest lacks it."""
+    """Write a new run's first control record, or a record that adds `slot` if the newest one lacks it."""
     desired = read_control(store)
     needed = layout.slot_index(slot) + 1
     if desired.records == 0:

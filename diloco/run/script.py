@@ -2,7 +2,7 @@
 
     diloco launch     run.json       files, arguments, the desired fleet; its outer settings are not known yet
     the first replica whose script reaches DiLoCoCallback or make_diloco
-                      script.json    outer settings and layout of the parameters; the others compare theirs
+                      script.json    outer settings and layout of the parameters; the other replicas compare theirs
 
 Readers take both as one record, so H, codec and other settings are in the same place as in every other run.
 
@@ -23,10 +23,10 @@ URL, SLOT, REPLICAS = "DILOCO_RUN", "DILOCO_SLOT", "DILOCO_REPLICAS"  # variable
 
 @dataclass(frozen=True)
 class Script:
-    """A script that each replica runs.   path: its file's path in the folder, or the module that `python -m` names.
+    """A script that each replica runs.   path: the file's path in the folder, or the module that `python -m` names.
 
     packages: requirements of the script that a rented machine installs (PEP 723, requirements.txt).
-    fresh: a process here begins without imported libraries, because the script has to be before them.
+    fresh: a process here begins without imported libraries, because the script must run before their import.
     """
 
     path: str

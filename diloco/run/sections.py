@@ -49,7 +49,7 @@ class FleetConfig(Table):
     replicas: int = setting(3, "Number of replicas that the supervisor keeps running.", least=1, most=MOST_SLOTS)
     steps: int = setting(10, "Outer steps in all.", least=1)
     min_replicas: int | None = setting(
-        None, "Least number of fresh pseudogradients for an outer step (default: min(2, replicas)).", least=1
+        None, "Minimal number of fresh pseudogradients for an outer step (default: min(2, replicas)).", least=1
     )
     keep: int | str = setting(
         "20 GB",
@@ -118,7 +118,7 @@ def with_keep(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tables with `fleet.keep` in place of an earlier release's `fleet.retention` ("all", "window").
 
     The default for an adapter's run is "all", because such a run is small.  log_rollouts = 0 asks for no texts in the
-    bucket, so it is also the default of record_rollouts.
+    bucket, so record_rollouts is then false by default.
     """
     fleet = raw.get("fleet", {})
     inner = raw.get("inner", {})
@@ -162,7 +162,7 @@ class EvalConfig(Table):
     error: ClassVar[type[Exception]] = EvalError
 
     prompts: str | list = setting(
-        "", "Files or datasets like those of the training prompts, with their columns; this or `task` must be given."
+        "", "Files or datasets with the same columns as the training prompts; set this or `task`."
     )
     task: str | None = setting(
         None, "Task that replaces `prompts`, like `inner.data.task`; rows of the training data are left out."

@@ -27,7 +27,7 @@ def find_siblings(code: Path, folder: Path | None = None) -> dict[str, Path]:
     """Return name in the .zip -> file, for the modules of a folder that `code` imports, also indirectly.
 
     folder: contains the code's package, for `python -m package.code`, or is elsewhere; None: the code's own folder.
-    Of that package, only the imported modules; of another package, all modules."""
+    From that package we take only the imported modules, from another package all modules."""
     folder = folder or code.parent
     own = next(iter(_below(folder, code)), "")  # the code's package, or else its file
     packages = [p / "__init__.py" for p in code.parents if p != folder and p.is_relative_to(folder)]
@@ -67,7 +67,7 @@ def join_siblings(codes: Mapping[Path, Mapping[str, Path]]) -> dict[str, Path]:
 
 
 def _imported(code: Path, folder: Path) -> Iterator[str]:
-    """Yield the full names of all modules that a file imports, and of those that `from … import` may mean."""
+    """Yield the full names of all modules that a file imports, and of modules that `from … import` may mean."""
     try:
         tree = ast.parse(code.read_bytes())
     except (SyntaxError, ValueError):  # the pre-flight check reports such a file

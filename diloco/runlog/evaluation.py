@@ -18,7 +18,7 @@ from typing import Any
 from rendezvous.records.records import Count, Step
 from rendezvous.records.schema import from_json
 
-WHOLE = 0.9  # an evaluation with at least this share of the most prompts counts as complete
+WHOLE = 0.9  # an evaluation with at least this share of the largest number of prompts counts as complete
 KINDS = ("greedy", "sampled")  # the first kind that was measured is the headline
 
 
@@ -74,9 +74,9 @@ def read_evaluations(events: Iterable[Mapping[str, Any]]) -> list[Evaluation]:
 
 
 def best_evaluation(evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Return the evaluation with the highest headline, the earliest of equal ones; None if there are none.
+    """Return the evaluation with the highest headline, the earliest of equal evaluations; None if there are none.
 
-    An evaluation that was cut short does not count beside complete ones: its few prompts may be the easy ones.
+    An evaluation that was cut short does not count beside complete evaluations: its few prompts may be easy.
     """
     most = max((e.headline[1].prompts for e in evaluations), default=0)
     whole = [e for e in evaluations if e.headline[1].prompts >= WHOLE * most]

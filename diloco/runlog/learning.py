@@ -35,7 +35,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve.   name: "reward" or "loss".   by_slot, mean: a value per outer step, None if not measured."""
+    """One curve.   name: "reward" or "loss".   by_slot, mean: a value per outer step, None if no value was measured."""
 
     name: str
     by_slot: dict[str, list[float | None]]

@@ -4,8 +4,8 @@
     round 2   claims of further slots, logs ○●, leave records
     …         commits, newest logs
 
-    A second look takes the run's extent from the cache, so its round 1 requests all of these. If the run has not
-    changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (cached_look.py).
+    A second look takes the run's extent from the cache, so its round 1 requests all of these records. If the run has
+    not changed, round 1 is the only one, and `likely_keys` lets it start before run.json is read (cached_look.py).
 
 How many records a series has:   key(0) ● key(1) ● … key(n−1) ●  key(n) ○
 
@@ -45,7 +45,7 @@ Numbered = Callable[[int], str]  # n -> key
 
 @dataclass
 class Series:
-    """A series of numbered records.   low: at least so many exist.   high: no record has this number.
+    """A series of numbered records.   low: at least this many exist.   high: no record has this number.
     reach: galloping keys.   then(n): called when the length n is known."""
 
     key: Numbered
@@ -140,7 +140,7 @@ class ReadSoFar:
 class Found:
     """The findings of one look.   lost: text about missing control records, or "".
 
-    claims: number per slot.   logs: per session, the range of objects to read.
+    claims: slot -> number of claims.   logs: session -> range of objects to read.
     """
 
     wanted: Wanted
@@ -189,7 +189,7 @@ class Look:
         return self.found
 
     def _gallop_reach(self, known: int) -> int:
-        """Return the reach of a gallop: large in the first look, which may come long after the cached one."""
+        """Return the reach of a gallop: large in the first look, which may come long after the cached look."""
         return 1 if not self._known.first else NEAR if known else FAR
 
     def _ask_control(self, count: int) -> None:

@@ -7,7 +7,7 @@
 A commit is written before every record that names it, and no run deletes commits.  So records are listed first and
 commits are read last: a run that continues meanwhile loses nothing here.
 
-Not promised: a loss after which no record was written, or of which LIST does not tell (it may lag).
+Not promised: a loss after which no record was written, or which LIST does not show (it may lag).
 """
 
 from collections.abc import Iterable, Mapping
@@ -91,7 +91,7 @@ def newest_witness(store: Readable, keys: Iterable[str], head: int) -> tuple[int
 
 
 def refuse_broken_chain(store: Readable) -> None:
-    """Raise ChainBroken unless every commit up to the newest exists and follows the one before it."""
+    """Raise ChainBroken unless every commit up to the newest exists and follows the commit before it."""
     chain, t = Chain(store, 2), 0
     while chain.read(t) is not None:
         t += 1
@@ -102,7 +102,7 @@ def refuse_broken_chain(store: Readable) -> None:
 def note_chain_damage(report: "Report", store: Readable, folders: Iterable[str] | None = None) -> None:
     """Write into `report.damage` which commit is lost or altered.
 
-    folders: list these. None: list two, and only if a heartbeat or a log names a step above the head, to be quick."""
+    folders: list these. None: to be quick, list two, and only if a heartbeat or a log names a step above the head."""
     head = max(len(report.steps), report.taken) if is_in_bucket(report.config) else report.head
     told = [b.step for b in report.beats.values()] + [e["step"] + 1 for e in report.of_kind("step")]
     cheap = (layout.SNAPSHOTS, layout.offers_prefix(head + 1)) if max(told, default=0) > head else ()

@@ -179,7 +179,7 @@ class Reader:
         self._focus = WHOLE
         self._beats: dict[str, Beat] = {}
         self._uncredited: list[Decision] = []  # commits whose sessions are not known yet
-        self._unread: list[Counted] = []  # offers to read, also those of a look that ended in an error
+        self._unread: list[Counted] = []  # offers to read, also the offers of a look that ended in an error
 
     def refresh(self, focus: Focus = WHOLE) -> Report:
         """Look at the run again.   focus: ignored in the first look.   After an error, the next look reads the rest."""
@@ -300,7 +300,7 @@ class Reader:
     def _keep_newest(self, count: int) -> None:
         """Keep the newest commit in the cache, as a proof that the cached records are of this run.
 
-        Without a cache it is not read, so that `stop` can end a run whose newest commit was forged."""
+        Without a cache we do not read this commit, so that `stop` can end a run whose newest commit was forged."""
         if self._cache is not None and count and self._read_commit(count - 1) is not None:
             self.ahead.keep(layout.commit_key(count - 1))
 
@@ -406,9 +406,9 @@ class Reader:
 
 
 def offers_to_read(commit: Decision, scope: Scope, shown_from: int, most: int | None) -> list[Counted]:
-    """Return the offers whose records a look reads: all, or a few, of other slots in each step.
+    """Return the offers whose records a look reads: all, or a few, of slots that change from step to step.
 
-    most: so many of a step that the scope reads whole; None: all."""
+    most: the limit of such offers per step that the scope reads whole; None: all."""
     if not scope.reads_offers(commit.t, shown_from) and not (most := scope.sampled_offers(commit.t, shown_from)):
         return [o for o in commit.offers if scope.reads_offers(o.step, shown_from)]
     fresh = list(commit.offers)
@@ -446,6 +446,6 @@ def shown(value: Any) -> Any:
 
 
 def first_and_last(report: Report) -> tuple[float, float] | None:
-    """Return the mean reward of the first and of the last outer step that has one."""
+    """Return the mean rewards of the first and of the last outer step that have rewards."""
     rewards = [r for s in report.steps if (r := s.mean_reward) is not None]
     return (rewards[0], rewards[-1]) if rewards else None

@@ -76,7 +76,7 @@ WHOLE = Focus()
 CURVE_BEGINS = 2  # first outer steps that a curve always shows
 AT_FIRST = 10  # first outer steps, which the newest are compared with (diloco/views/learning_troubles.py)
 SAMPLED = 4  # offers of a step that represent all of them in a curve
-SMALL_RUN = 1500  # up to so many offers, a live view reads all of them, like a report
+SMALL_RUN = 1500  # a live view reads all offers, like a report, if there are at most so many
 
 
 def watch_scope(head: int, replicas: int) -> Scope:

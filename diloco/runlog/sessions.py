@@ -36,7 +36,7 @@ class SessionSummary:
     seen, said: the reasons for its end that its supervisor saw, and that the session itself logged.
     device: the name of the training device, "" if unknown.
     versions: those of its libraries, by name; empty if unknown.
-    restarted_by: the platform that restarted the same launch, "" if none did.
+    restarted_by: the platform that restarted the same launch, or "".
     """
 
     slot: str

@@ -5,7 +5,7 @@
     scale    from the lowest mean up to the highest one, and at least NOISE · median |a − 2b + c| of three neighbours:
              noise fills at most half of the height, and a straight line fills all of it
 
-Not promised: the height of a single value, as it is averaged with its neighbours.
+Not promised: the height of a single value, because it is averaged with its neighbours.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@
     collected: deltas_from 52 · means_from 40 · snapshots 0 8 16 32 40
     ─▶ kept: every step from 40 on, and 0, 8, 16, 32; pseudogradients before 52 are gone (fleet.keep = 20 GB)
 
-Not promised: that all sessions fit on the screen; the bucket's newest state; but a blob that is reported as gone is
+Not promised: that all sessions fit on the screen; the bucket's newest state. But a blob that is reported as gone is
 gone.  A step in the window without a written mean keeps its pseudogradients; `diloco export` checks the blobs
 themselves.
 """
@@ -28,7 +28,7 @@ from diloco.runlog.worth import worth, worth_words
 from diloco.units import byte_size, duration
 from rendezvous.layout import is_slot
 
-NAME = 24  # at most so many characters of a run's name in a line with other text
+NAME = 24  # the limit of a run's name, in characters, in a line with other text
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _held_out_lines(report: Report) -> list[str]:
 
 
 def held_out_words(report: Report) -> list[str]:
-    """Return the newest evaluation as text, and a text if the run is over and its last θ has none."""
+    """Return the newest evaluation as text, and a text if the run is over and its last θ has no evaluation."""
     found = report.evaluations
     words = [evaluation_words(found)] if found else []
     is_over = report.done and all(session.how != "running" for session in report.sessions)

@@ -82,7 +82,7 @@ def agreement(steps: Sequence["Step"]) -> tuple[float | None, float]:
 
 
 def resized(replicas: float, to: float, cosine: float) -> tuple[float, float]:
-    """Return (time, replica-hours) that `to` replicas need for the same result, as ratios to those of `replicas`."""
+    """Return (time, replica-hours) that `to` replicas need for the same result, as ratios to what `replicas` need."""
     c = min(1.0, max(LEAST_COSINE, cosine))
     noise = (1 - c) / c
     hours = (to + noise) / (replicas + noise)

@@ -375,7 +375,7 @@ def rounds_of(steps: int, interval: int, most: float = math.inf) -> int:
 
 
 def speak_for_one(args: Any, trainer: Any) -> list[str]:
-    """Turn off trackers, checkpoints and the Hub; only the first replica uses them.   Return the trackers' names."""
+    """Turn off trackers, checkpoints and the Hub, except in the first replica.   Return the trackers' names."""
     args.push_to_hub, args.save_strategy = False, "no"
     if trainer is not None:
         trainer.push_to_hub = lambda *_, **__: print("push_to_hub is left to the run's first replica")
@@ -390,7 +390,7 @@ def speak_for_one(args: Any, trainer: Any) -> list[str]:
 
 
 def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, each: int = 1) -> None:
-    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: of one replica.
+    """Make a schedule over `planned` optimizer steps a function of the run's position.   steps: a replica's.
 
     each: optimizer steps of the trainer per step of the scheduler."""
     lambdas = getattr(scheduler, "lr_lambdas", None)
@@ -403,7 +403,7 @@ def follow_run(scheduler: Any, at: Callable[[], int], planned: int, steps: int, 
 
 
 def restarts(scheduler: Any, planned: int, steps: int) -> str:
-    """Return the warning about a schedule that cannot follow the run.   planned, steps: of the scheduler."""
+    """Return the warning about a schedule that cannot follow the run.   planned, steps: the scheduler's."""
     ends = f", and the run ends after {steps} of its {planned} steps. Give it {steps} (T_max, total_steps)"
     return (
         f"{type(scheduler).__name__} is not a function of the step alone, so a replaced replica restarts it"

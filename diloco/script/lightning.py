@@ -101,6 +101,6 @@ def refuse_fights(trainer: Any, module: Any) -> None:
 
 
 def steps_each(trainer: Any, config: Any) -> int:
-    """Return the optimizer steps per step of a scheduler: Lightning takes one after each epoch, unless told."""
+    """Return the optimizer steps per step of a scheduler: by default Lightning steps after each epoch."""
     in_epoch = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
     return config.frequency * (in_epoch if config.interval == "epoch" else 1)

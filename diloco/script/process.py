@@ -7,7 +7,7 @@
     the script raises, or exits with a code or a message of its own
                         before any outer step and before it joined: a mistake, for all replicas alike; else a crash
 
-Not promised: that files which the script writes into its folder stay; give it an absolute path, or export the run.
+Not promised: that files which the script writes into its folder stay; let it use an absolute path, or export the run.
 """
 
 import os
@@ -92,7 +92,7 @@ def start(script: Script, folder: Path) -> None:
 def code_of_exit(session: Session, script: Script, exited: str | int) -> int:
     """Return the exit code for a script that called sys.exit(exited); scripts and replicas have different codes.
 
-    Raises ConfigError before the first outer step, if it had not joined the run."""
+    Raises ConfigError before the first outer step, if the script had not joined the run."""
     told = f"{script} ended with sys.exit({exited!r})"
     if not has_joined(session) and not _has_begun(session):
         raise ConfigError(f"{told} before it joined the run. Its last words above say why. {ONLY_SENT}")

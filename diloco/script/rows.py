@@ -8,7 +8,7 @@
     several ranks                all draw the same stream, and accelerate deals its batches to them
 
 Rows without a length, or with a sampler of another kind, are not dealt: each replica reads all rows, and a session
-skips those that its slot has used.
+skips rows that its slot has used.
 
 Not promised: rows that no other replica reads, if the number of replicas changes, or if the dataset has no length.
 """

@@ -6,7 +6,7 @@
     OLD                reward  0.114  0.202  0.306  0.495
     NEW                reward                0.306  0.611      a fork of OLD is shown at OLD's steps
 
-Not promised: that the settings cause the difference of the curves; one seed of each proves little.
+Not promised: that the settings cause the difference of the curves; one seed of each run proves little.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def _name(kind: str) -> str:
 
 @dataclass(frozen=True)
 class _UserFile:
-    """A user's file.   spelled: its name in the setting, which does not count as a difference."""
+    """A user's file.   spelled: the file's name in the setting, which does not count as a difference."""
 
     digest: str
     function: str

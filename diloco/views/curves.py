@@ -9,11 +9,11 @@
     commit s−1 exists ──▶ each awaited replica logged it, or a later step, or has ended ──▶ row s is complete
                           └─ or PATIENCE_S have passed since the commit
 
-A log is written in order, so a replica that has logged a later step adds no more numbers to this one.  A complete row
+A log is written in order, so a replica that has logged a later step adds no more numbers to this step.  A complete row
 is written only once.
 
 Not promised: the numbers of a live replica that logs nothing for PATIENCE_S, also if the reader's clock is ahead by
-that time.
+PATIENCE_S.
 """
 
 import math
@@ -30,7 +30,7 @@ from diloco.runlog.sessions import SessionSummary
 from diloco.runlog.steps import NUMBERS, Step
 
 PATIENCE_S = 600.0  # age of a commit from which its row waits for no replica; equal to the default of a run's give_up_s
-EVALUATION_S = 1800.0  # such an age for a row without an evaluation, which may take minutes
+EVALUATION_S = 1800.0  # the age of a commit from which its row waits for no evaluation, which may take minutes
 SILENT_S = 60.0  # a replica without a heartbeat for so long is not awaited, unless a commit counts it
 SUMS = (*COUNTS, "samples", "bytes_up", "bytes_down")
 OUTER = (*NUMBERS, "outer_lr", "moved", "participants", "empty")
@@ -78,7 +78,7 @@ def read_logged_steps(events: Sequence[dict[str, Any]]) -> LoggedSteps:
 def complete_rows(report: Report, logged: LoggedSteps, *, start: int, now: float, over: AbstractSet[str]) -> int:
     """Return n such that rows start … n−1 are complete.   now: Unix time.   over: sessions ended before the last look.
 
-    A session may write its last log after the reader read logs and before it read ends; so `over` is older by one look.
+    A session may write its last log after the reader read logs and before it read ends; so `over` is one look older.
     """
     n = start
     while n <= len(report.steps) and is_complete(report, logged, n, now=now, over=over):
@@ -150,7 +150,7 @@ def _slots(step: Step, logged: LoggedSteps) -> list[str]:
 
 
 def _replica_numbers(step: Step, slot: str, events: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return a slot's numbers from its offer and its event; of two sessions, prefer the one that trained."""
+    """Return a slot's numbers from its offer and its event; of two sessions, prefer the session that trained."""
     mine = sorted((e for e in events if e["slot"] == slot), key=lambda e: (bool(e.get("h")), e["generation"]))
     logged = {k: float(v) for k, v in mine[-1].items() if k not in ABOUT and type(v) in (int, float)} if mine else {}
     offered = dict(step.learned.get(slot, {}))

@@ -150,7 +150,7 @@ def diverged(report: Report, now: float, spent: Spending | None) -> list[Trouble
 
 
 def _newest_divergence(report: Report, session: SessionSummary) -> dict[str, Any] | None:
-    """Return the newest event about wrong weights, a NaN or an infinity of this session, by itself or by others."""
+    """Return the newest event about wrong weights, a NaN or an infinity of this session, from any writer."""
     own = [e for e in report.of_kind("diverged", "bad_delta") if e["who"] == session.name]
     sent = [e for e in report.of_kind("poisoned") if f"/delta/{session.name}-" in str(e.get("blob", ""))]
     return max([*own, *sent], key=lambda e: e["at"], default=None)
@@ -174,7 +174,7 @@ def forged(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     if not found:
         return []
     what = f"{_several_records(found)} without this run's seal and ignored by replicas"
-    advice = "another program can write into the bucket: change its credentials, then `diloco verify RUN`"
+    advice = "another program can write into the bucket: change the bucket's credentials, then `diloco verify RUN`"
     text = f"{what}; the newest: {found[-1].get('key')}"
     return [trouble("forged", text, advice, step=_step_of(report, found[0]["at"]))]
 
@@ -227,7 +227,7 @@ def _gated_words(slot: str, steps: list[int]) -> Trouble:
 
 
 def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find replicas that wait at least a quarter of their time for a slower one, and the cost of these waits."""
+    """Find replicas that wait at least a quarter of their time for a slower replica, and the cost of these waits."""
     known = [step for step in report.steps[-RECENT_STEPS:] if len(step.seconds) > 1]
     if run_state(report) != "running" or len(known) < LEAST_WAITS:
         return []
@@ -242,7 +242,7 @@ def waits(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
     text += f" where that of {most} takes {duration(inner_s[most])}"
     if spent is not None and spent.usd_per_hour > 0:
         text += f"; that is about {dollars(sum(idle.values()) / len(shares) * spent.usd_per_hour)} an hour"
-    advice = "GPUs of one kind; a larger outer.sync_every; or `diloco drain RUN SLOT` of the slow one"
+    advice = "use GPUs of one kind or a larger outer.sync_every, or remove the slow replica: `diloco drain RUN SLOT`"
     return [trouble("waits", text, advice, step=known[0].t)]
 
 
@@ -268,7 +268,7 @@ def _wait_shares(steps: list[Step]) -> dict[str, float]:
 
 
 def snapshot_late(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a run without a snapshot for two periods: a joining replica must replay all steps after the newest one."""
+    """Find a run without a snapshot for two periods: a joining replica must replay all steps since then."""
     every = report.setting("outer", "snapshot_every", 0)
     if run_state(report) != "running" or not report.steps or not every:
         return []

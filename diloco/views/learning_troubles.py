@@ -202,7 +202,7 @@ def _newest_mean(steps: Sequence[Step], name: str) -> float | None:
 
 
 def overfitting(report: Report, now: float, spent: Spending | None) -> list[Trouble]:
-    """Find a held-out reward below that of the best evaluation, while the training reward rose."""
+    """Find a held-out reward below the reward of the best evaluation, while the training reward rose."""
     found = [e for e in report.evaluations if not math.isnan(e.headline[1].error)]
     if len(found) < 2:
         return []

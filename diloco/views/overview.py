@@ -64,7 +64,7 @@ class SessionRow:
     place: the platform, or the machine's name.   phase: of its heartbeat; "silent", "starting", or the kind of its end.
     inner, inner_steps: i of H, None outside of training.   beat_age_s: None if it has no heartbeat.
     beat_unread_s: seconds since the last read of its heartbeat.   counted: number of outer steps that used its work.
-    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: in its slot.
+    ended: Unix time.   end: the end as text.   why: the reason, in a line.   is_newest: no later one is in the slot.
     """
 
     slot: str
@@ -99,7 +99,7 @@ class Overview:
     """A live view's numbers.   state: "not begun", "running", "done" or "stopped".
 
     step: number of committed outer steps.   steps: number of wanted steps, 0 if unlimited.   step_s: seconds per step.
-    eta_s: until the end.   open_s: since the newest commit.   snapshot_age_s: since the newest snapshot's step.
+    eta_s: time until the end.   open_s: time since the newest commit.   snapshot_age_s: the newest snapshot's.
     """
 
     name: str
@@ -183,7 +183,7 @@ def seconds_per_step(steps: Sequence[Step]) -> float | None:
 
 
 def step_gaps(steps: Sequence[Step]) -> list[float]:
-    """Return the seconds of outer steps; if a time falls by SKEW_S, only from commits of the same closer."""
+    """Return the seconds of outer steps. If the time falls by SKEW_S at a commit, compare each closer's commits."""
     pairs = list(pairwise(steps))
     if any(before.at - step.at >= SKEW_S for before, step in pairs):
         newest, own = dict[str, Step](), list[tuple[Step, Step]]()
@@ -227,14 +227,14 @@ def session_rows(report: Report, now: float, read_at: Mapping[str, float]) -> tu
 
 
 def unclaimed_names(report: Report) -> list[str]:
-    """Return the slots and actors without a session.   An actor `--name a07` does not mean that a00 … a06 should be."""
+    """Return the slots and actors without a session.   An actor `--name a07` does not ask for a00 … a06."""
     wanted, claimed = report.wanted, {session.slot for session in report.sessions}
     asked_for = [name for name in wanted.member_names if is_slot(name) or wanted.is_kept(name) or name in wanted.guests]
     return [name for name in asked_for if name not in claimed]
 
 
 def rows_to_show(rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return each slot's newest session, and the few earlier ones that ended last."""
+    """Return each slot's newest session, and the few earlier sessions that ended last."""
     before = sorted((row for row in rows if not row.is_newest), key=lambda row: row.ended or 0.0)
     late = {row.name for row in before[-OLD_SESSIONS:]}
     return [row for row in rows if row.is_newest or row.name in late]
@@ -277,7 +277,7 @@ def written_at(beat: Beat, report: Report, now: float) -> float:
 
 
 def dated_steps(report: Report, now: float) -> list[Step]:
-    """Return the newest outer steps, except those that a session with a clock ahead of this machine's has closed.
+    """Return the newest outer steps, except steps that a session with a clock ahead of this machine's has closed.
 
     The time of a step is too early if its closer's clock is behind."""
     newest = report.steps[-FOLLOWED:]
@@ -306,7 +306,7 @@ def newest_step_at(report: Report, now: float) -> float:
 
 
 def is_fresh(beat: Beat, report: Report, now: float) -> bool:
-    """Whether the heartbeat is not older than that of a live session."""
+    """Whether the heartbeat is no older than a live session's may be."""
     return now - written_at(beat, report, now) <= silent_s(report)
 
 
@@ -343,7 +343,7 @@ def series_of(report: Report) -> tuple[MetricCurve, ...]:
 
 
 def step_values(step: Step) -> dict[str, float]:
-    """Return means over the replicas whose numbers were read; the reward also from late work."""
+    """Return means over the replicas whose numbers were read. If no reward is fresh, late rewards count."""
     rewards = [step.mean_reward] if step.mean_reward is not None else list(step.reward.values())
     numbers = {name: value for name, value in over_replicas(step).items() if name in LABELS}
     return {"reward": fmean(rewards), **numbers} if rewards else numbers

@@ -9,7 +9,7 @@
                                  of the log is found by probing
     sessions        20 s     7   claims, leave records, log: if a heartbeat is of a new session, is the last, or is old
 
-If the most overdue part is too expensive now, the others wait, so that the budget grows.
+If the most overdue part is too expensive now, the other parts wait, so that the budget grows.
 
     4 replicas, a step in 43 s:   each beat every ten seconds, each log every other minute
     32 replicas:                  each beat after a minute or two, each log every quarter of an hour: its newest objects

@@ -70,7 +70,7 @@ class SampleReader:
 
 
 def session_samples(store: Readable, slot: str, generation: int, most: int) -> list[Sample]:
-    """Return a session's newest rollouts, the newest outer step first, and then those of its first object."""
+    """Return a session's newest rollouts, the newest outer step first, and then the rollouts of its first object."""
     keys = sorted(key for key in store.list(layout.logs_prefix(slot, generation)) if layout.is_rollouts(key))
     newest = list[Sample]()
     while keys[1:] and len(newest) < most:

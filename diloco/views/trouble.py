@@ -15,7 +15,7 @@ PAGE = "docs/troubles.md"
 
 @dataclass(frozen=True)
 class Trouble:
-    """A trouble.   kind: its short name, which is fixed.   slot: "" for the whole run.   step: where it began.
+    """A trouble.   kind: a short name, which is fixed.   slot: "" for the whole run.   step: where it began.
 
     text: the observation.   advice: the next thing to do.   page: anchor in docs/troubles.md.
     """

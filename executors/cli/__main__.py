@@ -1,7 +1,7 @@
 """Entry point of the command `diloco`, and of `python -m executors.cli`.
 
-After Ctrl-C, or if a bucket or a platform gave no answer, the process ends at once: Python would wait at its end for
-threads whose requests no longer matter, for minutes, and a second Ctrl-C there shows a traceback.  In other cases, it
+After Ctrl-C, or if a bucket or a platform gave no answer, the process ends at once: Python would wait at its end, for
+minutes, for threads whose requests no longer matter, and a second Ctrl-C would show a traceback.  In other cases, it
 waits for END_S: a reward that `eval` or `verify --inner` called may have left threads that never end.
 """
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from executors.preflight.quote import Quote
 
-NARROWEST = 20  # columns; a terminal that reports a too small width would get one word per line
+NARROWEST = 20  # columns; a terminal that reports a smaller width would get one word per line
 DECLINED = 130
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The output of a command.   data: for programs.   lines: for people.   note: printed to stderr after the lines.
+    """The output of a command.   data: what programs get.   lines: what people see.   note: then printed to stderr.
 
     sentences: whether to wrap the lines.   A command that has printed its output itself leaves all fields empty.
     """

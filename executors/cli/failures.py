@@ -2,7 +2,7 @@
 
     an error ──▶ is_expected ──▶ explain_error ──▶ (text, exit code)        unexpected: Python's traceback
 
-Not promised: that the same command works later; the text says when it may.
+Not promised: that the same command works later; the text says when it may work.
 """
 
 import errno
@@ -52,8 +52,8 @@ def is_expected(error: Exception) -> bool:
 
 
 def explain_error(error: Exception) -> tuple[str, int]:
-    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the same
-    command may work later, as the exit code tells."""
+    """Return (text, exit code).  A platform without an answer and a full disk are not mistakes in the command: the exit
+    code tells that the same command may work later."""
     from diloco.process import exitcodes
     from diloco.process.disk import is_full
     from diloco.views.trackers.tracker import TrackerBusy

@@ -26,7 +26,7 @@ def add_verb(verbs: Any, name: str, text: str, act: Act) -> argparse.ArgumentPar
 
 
 def _read_typed(name: str, text: str) -> Any:
-    """Convert an option's text.   name: of a converter in executors/cli/typed.py."""
+    """Convert an option's text.   name: the name of a converter in executors/cli/typed.py."""
     from executors.cli import typed
 
     return getattr(typed, name)(text)
@@ -61,7 +61,7 @@ def flag(parser: Any, *names: str, help: str, **more: Any) -> None:
 
 
 class Once(argparse.Action):
-    """The action of an option with one value: refuses a second value, and an empty one, as of "$UNSET"."""
+    """The action of an option with one value: refuses a second value, and an empty value, as "$UNSET" gives."""
 
     given = False
 

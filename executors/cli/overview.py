@@ -32,7 +32,7 @@ after one."""
 
 
 def verbs_in_groups(texts: Mapping[str, str]) -> str:
-    """Return the verbs in groups: most verbs have a line, the others only their names."""
+    """Return the verbs in groups: most verbs have a line, the other verbs only their names."""
     lines = ["Train one model on replicas that meet only in a bucket."]
     for group, names in SHOWN.items():
         lines += ["", f"{group}:", *(f"    {name:8s} {texts[name]}" for name in names)]

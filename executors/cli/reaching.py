@@ -1,6 +1,6 @@
 """Reaches an existing run for a command that looks at it or changes it; `train` finds its own way (opening.py).
 
-Not promised: that the bucket answers later requests; each is repeated for PATIENCE_S.
+Not promised: that the bucket answers later requests; each request is repeated for PATIENCE_S.
 """
 
 from argparse import Namespace

@@ -1,6 +1,6 @@
 """The platforms on which replicas run: a protocol (base), a base class (executor, platform), a module per platform.
 
-A new platform needs a line in EXECUTORS, and one in FAR if the platform's machines cannot see this machine's files.
+A new platform needs a line in EXECUTORS, and a line in FAR if the platform's machines cannot see this machine's files.
 """
 
 EXECUTORS = {

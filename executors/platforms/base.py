@@ -1,4 +1,4 @@
-"""The protocol of all platforms that run replicas: six methods, and further ones that a supervisor needs.
+"""The protocol of all platforms that run replicas: six methods, and further methods that a supervisor needs.
 
     ServerlessExecutor
       launch_replicas ──▶ handles ──poll──▶ statuses     PENDING ─▶ STARTING ─▶ RUNNING ─┬▶ SUCCEEDED
@@ -122,8 +122,8 @@ def _is_id(native: str) -> bool:
 class Handle(Plain):
     """One launched process; any launcher on the same platform can find it again.
 
-    host, pid, started (clock ticks since boot): together they identify a process of a machine (process/processes.py).
-    files: path of its files, for people to read; "" if only its claim was found.   native: its id on a platform (a
+    host, pid, started (clock ticks since boot): these three identify a process of a machine (process/processes.py).
+    files: path of its files, for people to read; "" if only its claim was found.   native: the platform's id (a
     FunctionCall, a job; "" if the launch failed).   launched_at: Unix time.   usd_per_hour: its price, None if
     unknown.
 
@@ -180,7 +180,7 @@ def last_lines(lines: Sequence[str], tail: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Result(Plain):
-    """The end of one replica.   value: its function's return value.   tail: its last log lines, without success."""
+    """The end of one replica.   value: the function's return value.   tail: the last log lines of a failure."""
 
     handle: Handle
     state: State
@@ -212,7 +212,7 @@ class ServerlessExecutor(Protocol):
 
     The answer to a launch may be lost, and a platform's list may be out of date, so two processes of one (slot,
     attempt) may run.  Their launch has one handle: a poll reports the process that counts, in Status.handle, and ends
-    the others.
+    the other processes.
     """
 
     @abstractmethod
@@ -257,7 +257,7 @@ class ServerlessExecutor(Protocol):
 
 
 class FleetExecutor(ServerlessExecutor, Protocol):
-    """The further methods that a run's supervisor needs; the short form needs none of them.
+    """The further methods that a run's supervisor needs; the short form needs none of these methods.
 
     labelled: the platform labels each process with its run, so it also finds processes of other launchers.
     hosts_supervisor: a run's supervisor can run on the platform (`start_supervisor`).

@@ -151,9 +151,9 @@ def _refuse_start(spec: ReplicaSpec, executor: str, code: int, why: str) -> tupl
 
 
 class Child:
-    """The child process that runs the entry point.   tail: its last lines; all its lines also go to our output.
+    """The child process that runs the entry point.   tail: the child's last lines; all its lines also go to our output.
 
-    why: the reason, if it was ended because the launcher's lease was over; else "".
+    why: the reason, if the child was ended because the launcher's lease was over; else "".
     """
 
     def __init__(self, spec: ReplicaSpec, executor: str, files: Path) -> None:
@@ -187,7 +187,7 @@ class Child:
     def wait(self, seconds: float | None, grace_s: float, lease: LauncherWord, late_grace_s: float) -> int:
         """Wait for the child; return its exit code, or LEFT if the launcher's lease is over.
 
-        After `seconds`, ask it to leave; return RESUME if it then leaves or is killed, `late_grace_s` later at most.
+        After `seconds`, ask it to leave; return RESUME if the child leaves or is killed, `late_grace_s` later at most.
 
         """
         assert self._process is not None
@@ -210,8 +210,8 @@ class Child:
     def _ended(self, seconds: float) -> int:
         """Return the child's exit code.   Raise TimeoutExpired after `seconds`.
 
-        A wait sleeps in the kernel (Python before 3.15: if it has no limit).  A signal that another thread of the
-        platform's runtime received is heard after it, so it has turns.
+        A wait sleeps in the kernel (before Python 3.15: only a wait without a limit).  If another thread of the
+        platform's runtime receives a signal, we hear it only after the wait. So we wait in turns.
         """
         assert self._process is not None
         until = time.monotonic() + seconds

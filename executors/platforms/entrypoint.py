@@ -10,7 +10,7 @@ A fresh interpreter runs START, with the request as JSON; the fork server calls 
 process file stem.json makes a launch happen once: if two launchers start the same (slot, attempt), the process
 that finds the file of another process ends at once.
 
-Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM; it is killed then.
+Not promised: a clean end at `timeout_s` for an entry point that ignores SIGTERM: such an entry point is killed.
 """
 
 import io
@@ -91,7 +91,7 @@ def leave_with(launchers: str) -> None:
         if names and not any(map(is_named_alive, names)):
             break
         time.sleep(LOOK_S)
-    print("the process that launched this one has ended, so this one leaves, too", file=sys.stderr, flush=True)
+    print("the process that launched this one has ended, so this process leaves, too", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os.killpg(0, signal.SIGKILL)

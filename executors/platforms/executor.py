@@ -12,8 +12,8 @@ A platform is a subclass that implements the methods on the right (platform.py).
 `KnownLaunches` stores the status of processes.  We chose a subclass, not a member, because users call its constructor,
 `SkyExecutor(infra="aws")`, and `--option KEY=VALUE` is checked against that one signature.
 
-Several threads may use one executor.  Its requests run one after the other (`in_turn`), except waiting, reading
-logs and following them.
+Several threads may use one executor.  Its requests run one after the other (`in_turn`), except waiting, and reading or
+following logs.
 
 Not promised: that a poll answers during another thread's launch; it waits for that launch.
 """
@@ -186,7 +186,7 @@ class Executor(Platform, FleetExecutor, ABC):
         return self.make_results([s if s.state.ended else replace(s, reason=late) for s in statuses])
 
     def make_results(self, statuses: Sequence[Status]) -> list[Result]:
-        """Return results, made one after the other; a platform overrides this if each needs requests."""
+        """Return results, made one after the other; a platform overrides this if each result needs requests."""
         return [self.make_result(status) for status in statuses]
 
     def make_result(self, status: Status) -> Result:
@@ -301,12 +301,12 @@ def _whose(handle: Handle) -> str:
 
 
 def _stop(platform: Platform, handles: Sequence[Handle], kill: bool) -> Collection[Handle]:
-    """Ask processes to leave, or kill them; return those that the platform could not reach."""
+    """Ask processes to leave, or kill them; return the processes that the platform could not reach."""
     return (platform.stop(handles, kill) or ()) if handles else ()
 
 
 def _kill_due(platform: Platform, known: KnownLaunches, deadlines: dict[Handle, float], now: float) -> None:
-    """Kill the processes whose grace is over; try again later for those that the platform could not reach."""
+    """Kill the processes whose grace is over; try again later for processes that the platform could not reach."""
     due = [h for h, until in deadlines.items() if until <= now]
     for handle in due:
         del deadlines[handle]
@@ -327,7 +327,7 @@ def _answers_of(platform: Platform, handles: Sequence[Handle]) -> Sequence[Statu
 
 
 def _status_of(executor: Executor, handle: Handle, answer: Status | ExecutorError | None) -> Status:
-    """Return the status by the newest answer; without an answer, the last known one."""
+    """Return the status by the newest answer; without an answer, the last known status."""
     if not executor.is_ours(handle):
         return unanswered(Status(handle, State.RUNNING, why := _whose(handle)), why)
     if (why := executor.known.why_not_started(handle)) is not None:

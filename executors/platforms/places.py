@@ -34,7 +34,7 @@ PRELOAD = (
 class Place(Plain):
     """A platform with its settings, and the number of a run's slots there.
 
-    count: number of slots (0: all remaining slots).   gpu, timeout_s, secrets, env: for each replica (ReplicaSpec).
+    count: number of slots (0: all remaining slots).   gpu, timeout_s, secrets, env: see ReplicaSpec.
     options: arguments of the executor: image, region, namespace, …
     lease: whether rented replicas leave when the run has had no supervisor for half an hour.
     actors: whether actors run there, and no replicas.
@@ -120,7 +120,7 @@ def build_executor(
 ) -> FleetExecutor:
     """Make one executor for all places.  Raise ExecutorError for an unknown executor or option.
 
-    former: earlier places of the run; the executor sees processes that still run there, but launches none there.
+    former: earlier places of the run; the executor sees processes that still run there, but launches no process there.
     """
     present = places_of(places)
     made: dict[tuple[str, str], FleetExecutor] = {}

@@ -9,8 +9,8 @@ Every platform implements these six methods.  The other methods have defaults th
 
     class ToyExecutor(Executor): name = "toy" …          examples/toy_platform/toy.py is a complete example
 
-Not promised: an order of calls, except one: a launcher has submitted a process (this one or another) before the other
-methods get the process's handle.
+Not promised: an order of calls, except one: a launcher (this or another launcher) has submitted a process before the
+other methods get the process's handle.
 """
 
 import os
@@ -67,7 +67,7 @@ class Platform(ABC):
 
     @abstractmethod
     def submit(self, specs: Sequence[ReplicaSpec]) -> Sequence[Handle | NotStarted]:
-        """Start processes for the specs, all at once; return one answer each, in the same order.
+        """Start processes for the specs, all at once; return one answer per spec, in the same order.
 
         If a process of the same (run, slot, attempt) was started before, return it, and start no second one.
         Raise ExecutorError if no spec could be started.
@@ -75,14 +75,14 @@ class Platform(ABC):
 
     @abstractmethod
     def observe(self, handles: Sequence[Handle]) -> Sequence[Status | ExecutorError]:
-        """Return the status of each process, from one batch; an error for each without an answer.
+        """Return the status of each process, from one batch; an error for each process without an answer.
 
         Raise ExecutorError if the platform did not answer: Unavailable, or Refused if it rejects the credentials.
         """
 
     @abstractmethod
     def stop(self, handles: Sequence[Handle], kill: bool) -> Collection[Handle] | None:
-        """Ask these processes to leave, or kill them; return those that were not reached, to try again later.
+        """Ask these processes to leave, or kill them; return the handles that were not reached, to try again later.
 
         A handle may come from a forged log: leave a process alone if the platform says that it is of another run.
         """
@@ -91,7 +91,7 @@ class Platform(ABC):
     def discover(self, run: str) -> Iterable[Handle]:
         """Find the processes of a run, from durable data alone; of each slot's processes, the best comes last.
 
-        run: its URL, spelled as in the specs of its launches."""
+        run: the run's URL, spelled as in the specs of its launches."""
 
     def read_log(self, handle: Handle, tail: int | None = None) -> list[str]:
         """Return the lines that the process printed, or at least the last `tail` of them."""

@@ -92,7 +92,7 @@ def rank_specs(
 
     name: the executor's name, for a run without a URL.   entrypoint_args: keywords for all ranks, or a list of one
     dict per rank.   run: a name ("": a new run); an earlier name returns that run's processes.   lease: processes end
-    half an hour after this process has died, on this machine at once (SkyPilot: never).
+    half an hour after this process has died; on this machine they end at once, on SkyPilot never.
     """
     try:
         each = arguments_per_rank(entrypoint_args, n_replicas)

@@ -1,8 +1,8 @@
-"""A started process with a time limit: it is asked to leave before the limit, and is ended by force at the limit.
+"""A started process with a time limit: we ask it to leave before the limit, and end it by force at the limit.
 
     MARGIN of the time ─▶ SIGTERM: a replica offers its work, and ends        the full time ─▶ exit code RESUME
 
-Not promised: the same end for all replicas of a fleet; their limits are spread (staggered_s).
+Not promised: the same end for all replicas of a fleet, because their limits are spread (staggered_s).
 """
 
 import os

@@ -24,7 +24,7 @@ LISTS = (Sequence[str], str | Sequence[str])  # a text is a list of one, or of w
 def make_with(kind: Callable[..., Any], options: Mapping[str, Any], name: str, typed: Mapping[str, Any]) -> Any:
     """Return kind(**options).   typed: the user's options.
 
-    Raise ExecutorError for an option that `kind` does not take, and for one that it needs and does not get.
+    Raise ExecutorError for an option that `kind` does not take, and for an option that `kind` needs and does not get.
     """
     takes = {key: p for key, p in signature(kind).parameters.items() if key != "clock"}  # tests replace the clock
     anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())

@@ -20,7 +20,7 @@ RUNS = {"run", "old", "store"}  # positional arguments that name a run
 
 
 def run_first(words: Sequence[str], positional: Sequence[str]) -> list[str]:
-    """Return a verb's words with the values of --run as its first arguments.   positional: of the verb."""
+    """Return a verb's words with the values of --run as its first arguments.   positional: the verb's."""
     if not RUNS.intersection(positional[:1]):
         return [*words]
     runs, rest, left = list[str](), list[str](), iter(words)
@@ -68,6 +68,6 @@ def in_words(message: str, prog: str) -> str:
 
 
 def _dash_hint() -> str:
-    """Return how to write the command's first word that begins with one dash and is too long for an option, or ""."""
+    """Return how to write a first word that begins with one dash and is too long for an option, or ""."""
     word = next((word for word in sys.argv[2:] if re.match("-[^-].", word)), "")
     return f"; write a name that begins with a dash as ./{word}" if word else ""

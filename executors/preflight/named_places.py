@@ -1,4 +1,4 @@
-"""Works out the places of a request: those that it names, or the run's earlier places with new settings.
+"""Works out the places of a request: the places that it names, or the run's earlier places with new settings.
 
     --executor --place ─▶ names ┐
     the run's places before     ┴─▶ + --gpu --secret --timeout --pip --option ─▶ places

@@ -7,8 +7,8 @@
                           └─agree──▶ yes · no · without a terminal: an error
                                 └─remember──▶ control: places, budget; any supervisor reads them there
 
-The command line makes the request once, and all other parts read it.  It leaves a value None or empty if you did not
-type it: then the run's value counts, or the config's value for a new run.
+The command line makes the request once, and all other parts read it.  A value that you did not type is None or empty:
+then the run's value counts, or the config's value for a new run.
 
 Not promised: the bill.  Prices come from the platforms' lists, or a dated table, without storage and traffic.
 """
@@ -195,9 +195,9 @@ class Quote:
 def quote_start(
     asked: StartRequest, config: RunConfig, replicas: int, wanted: Wanted | None = None, *, is_new: bool = False
 ) -> Quote:
-    """Return the quote of a start.   replicas: if the request has no number.   wanted: None: read it.
+    """Return the quote of a start.   replicas: the number if the request has none.   wanted: if None, it is read.
 
-    is_new: whether the run has had no costs; else read them."""
+    is_new: whether the run has had no costs; else the costs are read."""
     wanted = read_control(open_store(asked.url)) if wanted is None else wanted
     places = fitted_places(wanted_places(asked.places, wanted.places), config)
     if asked.alert or any(VARIABLE in place.env for place in places):

@@ -1,4 +1,4 @@
-"""Tries the user's code before the start (inner/usercode/rehearse.py), and tells what the places change.
+"""Tries the user's code before the start (inner/usercode/rehearse.py), and tells what is different at the places.
 
     refused here                            ──▶ InnerError
     a package that only the places have     ──▶ a note (place_faults.py: about_missing)

@@ -163,7 +163,7 @@ def _source(path: Path) -> str:
 def _unreadable(codes: Sequence[Path], folder: Path) -> Iterator[str]:
     """Yield notes on modules of packages that are not valid Python: the script may never import them.
 
-    folder: of the script; such a module in this folder is a mistake, so raise UsageError."""
+    folder: where the script is. An invalid module there is a mistake, so raise UsageError."""
     for code in codes:
         try:
             _source(code)
@@ -194,7 +194,7 @@ def is_code(name: str) -> bool:
 def _imported_by(path: Path, base: Path, *, is_module: bool) -> list[Path]:
     """Return the script and the modules that it imports: from its folder, and from the base folder and its src/.
 
-    Many scripts put these two on Python's path, or expect them in PYTHONPATH."""
+    Many scripts put these two folders on Python's path, or expect them in PYTHONPATH."""
     beside = [path, *find_siblings(path, base if is_module else None).values()]
     found = set[Path]()
     for root in () if is_module else {base, base / "src"} - {path.parent}:
@@ -231,13 +231,13 @@ def _code(base: Path, codes: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 def _named(folders: Sequence[Path], codes: Sequence[Path], arguments: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Yield (path in the run's folder, file) of files that the code or an argument names.
 
-    folders: where to look; the first that has a file counts."""
+    folders: the places to look in; the first folder that has a file counts."""
     typed = {part for text in arguments for part in (text, text.partition("=")[2])}
     yield from _files_here(folders, typed | {text for code in codes for text in _strings(code)})
 
 
 def _with_configs(folders: Sequence[Path], named: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the named files and those that a configuration among them names, from its own folder or from here."""
+    """Return the named files and the files that a configuration among them names, from its own folder or from here."""
     found, new = dict(named), list(named)
     while new:
         name = new.pop()
@@ -285,7 +285,7 @@ def _set_early(code: Path) -> Iterator[str]:
 
 
 def _unseeded(codes: Sequence[Path]) -> set[str]:
-    """Return which of `shuffle` and `train_test_split` the code calls without a seed, of its own or of the process."""
+    """Return which of `shuffle` and `train_test_split` the code calls without a seed for this call or process."""
     if any(word in _text(code) for code in codes for word in SEEDED):
         return set()
     calls = (node for code in codes for node in ast.walk(_parsed(code)) if isinstance(node, ast.Call))
@@ -406,7 +406,7 @@ def _is_folder_here(text: str) -> bool:
 
 
 def packages_of(name: str, source: str, folder: Path | None) -> tuple[str, ...]:
-    """Return the requirements of a script, without those that this project has itself.   Raises UsageError.
+    """Return the requirements of a script, without requirements that this project has itself.   Raises UsageError.
 
     folder: where its requirements.txt may lie; None for an installed module."""
     from packaging.requirements import InvalidRequirement, Requirement

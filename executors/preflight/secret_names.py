@@ -8,7 +8,7 @@ The last word of a name tells the kind of the thing: `db_credentials` are creden
 A token is a secret if its owner is a service (`hf_token.py`), and in a data file also if its owner is unknown; other
 tokens are a model's. A key is a secret if its owner is a service.
 
-OLDER has the patterns of an earlier release. A name that they match is a secret, too, unless it is a template.
+OLDER has the patterns of an earlier release. A name that they match is a secret, too, unless the name is a template's.
 
 A small file is a secret by its text if it has a private key (as Google's downloads, my-project-1234-ab12.json), or a
 service's key in its documented form.

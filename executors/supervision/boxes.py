@@ -3,8 +3,8 @@
     run.json: inner.sampling.boxes, nonce ──▶ python -m inner.extras.boxes.sweep ──▶ "0 boxes left" or what to do
                                               a separate process: we import no provider's package, and cannot hang
 
-Not promised: boxes of the provider "local" on other machines (only folders are left of them once the replica has
-ended); boxes of a replica that still runs, because it starts new ones.
+Not promised: boxes of the provider "local" on other machines (only their folders are left once the replica has ended);
+boxes of a replica that still runs, because it starts new ones.
 """
 
 import json

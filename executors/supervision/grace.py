@@ -29,8 +29,8 @@ def usual_s(request_s: float, least: float) -> float:
 def finish_s(beat: Beat, steps: int, usual: float) -> float:
     """Return the seconds that a replica with heartbeats may take to end, once the run has all its `steps`.
 
-    Writing a last snapshot may take long, and the last evaluation longer.  A replica that still trains for a decided
-    step has nothing to write: it sees the run's end after its inner step.
+    Writing a last snapshot may take long, and the last evaluation may take longer.  A replica that still trains for a
+    decided step has nothing to write: it sees the run's end after its inner step.
     """
     if beat.phase == "left":
         return usual
@@ -44,7 +44,7 @@ def leave_s(beat: Beat | None, asked: Beat | None, boundary: int, usual: float) 
     """Return the seconds that a replica with heartbeats may take to leave an unfinished run after a request.
 
     asked: the heartbeat at the request; a replica that has ended an inner step since then uploads.   boundary: inner
-    steps per generation of completions; the first of them samples, and may take as long as all at the mean `beat.rate`.
+    steps per generation of completions; the first one samples, and may last as long as all at the mean `beat.rate`.
     """
     if beat is None or beat.phase != AT_WORK:
         return usual

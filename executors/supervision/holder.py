@@ -70,7 +70,7 @@ def _is_on_this_machine(holder: Claim) -> bool:
 
 
 def _known_dead(run: str, holder: Claim) -> bool:
-    """Whether the claim's process was here, and has ended or works for another run, of which this run is a copy."""
+    """Whether the claim's process was here, and has ended or works for another run, whose copy this run is."""
     if not _is_on_this_machine(holder):
         return False
     return not processes.is_alive(holder.pid, holder.started) or works_for(holder.pid, run) is False

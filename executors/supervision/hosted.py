@@ -42,7 +42,7 @@ def start_hosted(executor: FleetExecutor, run: str) -> Handle:
 
 
 def _next_attempt(found: Iterable[Handle], after: int = 0) -> int:
-    """Return a number that no launched supervisor has, not even one that a failed handover left behind."""
+    """Return a number that no launched supervisor has, not even a supervisor of a failed handover."""
     return 1 + max([after, *(h.attempt for h in found if h.slot == SUPERVISOR)])
 
 
@@ -76,7 +76,7 @@ def start_next(platform: str, options: Mapping[str, Any], raw: Mapping[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """Run a supervisor's job; at its time limit, start the next one.
+    """Run a supervisor's job; at its time limit, start the next supervisor.
 
     The platform restarts the job after any exit code but 0.  So return 0, unless the supervisor ended without a last
     heartbeat "left", or could not start the next supervisor.

@@ -1,7 +1,7 @@
 """Ensures one supervisor per run: a supervisor claims the slot "supervisor" as a replica claims its slot.
 
     replicas/supervisor/{g}   by put_once: the highest generation may launch
-    alive/supervisor          its heartbeat; if it stops changing, or its process is gone, another process takes over
+    alive/supervisor          its heartbeat; if that stops changing, or its process is gone, another process takes over
 
 Not promised: exclusion by time.  So a supervisor that was paused looks for a newer claim before it acts.
 """

@@ -17,7 +17,7 @@ Replicas check the chain of commits themselves when they close a step (agreement
 an hour they would notice an hour late.
 
 Not promised: that a report is up to date (its parts are as old as the table says); that a changed record is
-noticed (only a run key detects that).
+noticed (only a run key detects such a change).
 """
 
 import sys
@@ -31,7 +31,7 @@ from rendezvous.clock import Clock
 from rendezvous.errors import RecordsLost
 
 BEATS, SESSIONS = 4, 8
-JITTER = 0.95  # read again after this part of a period, not after all of it: a sleep may end a little early
+JITTER = 0.95  # read again after this part of a period, and not after the whole period: a sleep may end a little early
 NONE = frozenset[str]()
 RECORDS_S = 10.0
 
@@ -47,7 +47,7 @@ class Looks:
         self._report: Report | None = None
 
     def due(self, what: str, beats: float = 1.0) -> bool:
-        """Whether `what` is due, `beats` heartbeat periods after its last time; if so, record it as done now."""
+        """Whether `what` was last done `beats` heartbeat periods ago, or never; if so, record it as done now."""
         now = self._clock.now()
         if now - self._done_at.get(what, float("-inf")) < JITTER * beats * self._beat_s:
             return False

@@ -1,4 +1,4 @@
-"""Tracks platforms that do not answer: since when, why, when to ask again, and the events for the log.
+"""Tracks platforms that do not answer: since when, for which reason, when to ask again, and the events for the log.
 
     executor ──poll──▶ fresh statuses ──▶ over
                     └▶ stale statuses ──▶ asked again after 1, 2, 4 s          (refused: after 1, 2, … 15 s)

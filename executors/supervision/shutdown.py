@@ -95,7 +95,7 @@ class Patience:
         self._changed: dict[str, tuple[Beat, float]] = {}  # slot -> newest heartbeat, and when it was first seen
 
     def hears(self, claim: Claim) -> bool:
-        """Whether the claim's session has not left, and its heartbeat has changed within the time of two."""
+        """Whether the claim's session has not left, and its heartbeat has changed within the time of two heartbeats."""
         beat = _beat_of_claim(self._store, claim)
         if beat is None or beat.phase == "left" or _has_ended_here(claim):
             return False
@@ -245,7 +245,7 @@ def _launched_here(launches: Launches) -> list[Handle]:
 
 
 def _sweep_until_none(clock: Clock, say: Callable[[str], None], launches: Launches) -> list[str]:
-    """Cancel processes with the run's label until no platform lists any for a while; return those that do not end."""
+    """Cancel processes with the run's label until no platform lists one for a while; return those that do not end."""
     if not launches.labelled:
         return []
     began = clock.now()
@@ -308,7 +308,7 @@ def prove_ends(store: Store, clock: Clock, launches: Launches, patience: Patienc
 def _never_began(launches: Launches, claimed: set[str], done: Sequence[str]) -> list[End]:
     """Return the ends of launches whose slots were never claimed, so that there are no heartbeats.
 
-    done: slots to leave out: the supervisor's, and the publisher's after it has written θ₀."""
+    done: slots to leave out: the supervisor's slot, and the publisher's slot after θ₀ was written."""
     over = [s for s in launches.statuses.values() if s.state.ended and not s.stale]
     ended = [(s.handle, f"{s.state}, {s.reason}") for s in over if s.handle.slot not in (*claimed, *done)]
     found = [End(launch_name(h), False, f"{h.executor} ({h.native or 'no process'}): {how}") for h, how in ended]

@@ -46,7 +46,7 @@ class Outage:
         return min(self.since.values())
 
     def event(self, name: str, now: float) -> dict[str, Any]:
-        """Return the event for the log.   name: of the platform."""
+        """Return the event for the log.   name: the platform's name."""
         about = {"event": "platform_silent", "platform": name, "slots": sorted(self.since)}
         return {**about, "seconds": round(now - self.began, 1), "refused": self.refused, "text": self.why}
 

@@ -77,7 +77,7 @@ class Starts:
             return ""
 
     def _launch_all(self, starts: Sequence[Start], report: Report) -> str:
-        """Launch all of these starts in one call, or none of them if the budget does not allow all."""
+        """Launch all of these starts in one call, or start none of them if the budget does not allow all."""
         slots = self.slots
         specs = [self._spec_for(state) for state, _ in starts]
         if (limit := self.limit_for(report)) is not None:

@@ -271,7 +271,7 @@ class Supervisor:
         return outcome
 
     def _limit_for(self, report: Report) -> "SpendLimit | None":
-        """Return the spending limit; None if the run has neither a budget nor a lease, and all places are here."""
+        """Return the spending limit; None if the run has no budget and no lease, and all places are on this machine."""
         wanted = report.wanted
         names = {self.executor.name, *(place.executor for place in (*self.places, *self._former))}
         if self._limit is None and (names != {"local"} or wanted.until or wanted.max_usd or wanted.max_hours):
@@ -357,7 +357,7 @@ class Supervisor:
             self._stop_for(state.slot, state.status.exit_code if state.status else None, action.why, tail)
 
     def _drain(self, state: SlotState, why: str, report: Report) -> None:
-        """Ask a replica to leave: a control record asks it, or else a cancel at the platform."""
+        """Ask a replica to leave: a control record asks it to leave, or else a cancel at the platform."""
         if state.draining_at is None:
             self.emit("draining", slot=state.slot, why=why)
             state.draining_at, state.asked = self.clock.now(), report.beats.get(state.slot)
@@ -413,7 +413,7 @@ class Supervisor:
 
 
 def _sweep_once_more(run: Run, clock: Clock, emit: Emit) -> None:
-    """Collect garbage after all replicas have ended: the last replica may have been killed before it could."""
+    """Collect garbage after all replicas have ended: the last replica may have been killed before it could do so."""
     try:
         sweep_after_end(run, clock, emit)
     except RendezvousError as error:

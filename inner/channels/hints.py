@@ -1,4 +1,4 @@
-"""Write the hint that the self-teacher reads before a failed turn, and decide when to give none.
+"""Write the hint that the self-teacher reads before a failed turn, and decide when to give no hint.
 
     hint(row, error) -> text or None        row: the prompt's columns, or a TraceState; and if they are known:
                                             student_action, tools, state_messages, error_kind, hint_template_key
@@ -33,7 +33,7 @@ LONGEST = 400  # characters: a hint quotes at most this much of an error
 _TOOL_NAME = re.compile(r"Tool (\S+) not found|Unknown (?:action|tool|function):? ['\"]?([\w.-]+)")
 _ARGUMENTS = re.compile(r"\b(\w+)\(\) (?:got an unexpected|got multiple values|missing \d+ required|takes )")
 
-# The first match counts. Patterns of program errors come before those of rules, because rule words occur in both.
+# The first match counts. Patterns of program errors come before patterns of rules, because rule words occur in both.
 _KINDS = [
     ("unknown_tool", _TOOL_NAME),
     ("bad_arguments", _ARGUMENTS),
@@ -99,7 +99,7 @@ def template_hint(
 ) -> str | None:
     """Write a hint from the error's kind and the tools' JSON schemas; None if it would not change the action.
 
-    kind  the environment's own name for the error; if it is not in TEMPLATES, the error's text decides"""
+    kind  the environment's own name for the error; if TEMPLATES lacks this name, the error's text decides"""
     kind = kind if kind in TEMPLATES else error_kind(error)
     functions = {f["name"]: f for f in (schema.get("function", schema) for schema in schemas)}
     tool = failed_tool(error, student_action)

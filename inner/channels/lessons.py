@@ -11,8 +11,8 @@ A rollout that reached max_completion_length gives a lesson like any other, even
 it from the policy loss. The mask exists because such a rollout's reward is noise, and a lesson does not use the
 reward of the rollout that it corrects (docs/internals/decisions/013).
 
-Not promised: the reprompt inside the user's message. The reprompt is a separate message after it, so the prompt has the
-same ids as in sampling.
+Not promised: the reprompt inside the user's message. The reprompt is a separate message after the prompt, so the prompt
+has the same ids as in sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence

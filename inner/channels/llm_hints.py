@@ -11,9 +11,9 @@
     endpoint is down or silent, the answer is not the requested JSON or contains a chat template's tokens, the disk is
     full, or anything else fails
 
-`prepare` asks about many turns at once. The trainer calls it once per batch of rollouts, and waits at most `wait_s`.
-After one failed batch, LLMHints skips the next batch; after further failures, it skips 3, 7, … up to 63 batches. So an
-endpoint that is down costs little time, and LLMHints notices when the endpoint works again.
+`prepare` asks about many turns at once. The trainer calls `prepare` once per batch of rollouts, and waits at most
+`wait_s`. After one failed batch, LLMHints skips the next batch; after further failures, it skips 3, 7, … up to 63
+batches. So an endpoint that is down costs little time, and LLMHints notices when the endpoint works again.
 
     hints.jsonl     the file of the first process on this machine; the process locks the file until it ends
     hints.1.jsonl   the file of the second, and so on: replicas share no ledger; each may spend the whole max_total_usd
@@ -21,8 +21,8 @@ endpoint that is down costs little time, and LLMHints notices when the endpoint 
 We never pay again for an answer in the ledger. All sessions with one ledger together stay under the ceiling. A replica
 that starts again takes the first free file, with the answers in it.
 
-Not promised: equal hints on all replicas (a hint only has to help its own rollout), or one ceiling for them (N
-replicas may spend N times max_total_usd). The endpoint gets a rollout's last messages: choose one that may see them.
+Not promised: equal hints on all replicas (a hint only has to help its own rollout), or one ceiling for all replicas (N
+replicas may spend N times max_total_usd). The endpoint gets a rollout's last messages: choose one that may see these.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_SKIPPED = 63  # at most so many batches in a row for which no hints are requested
+MOST_SKIPPED = 63  # the limit of batches in a row for which no hints are requested
 LAST_MESSAGES = 6  # how many messages before the turn the hint model sees
 WRITER = (
     "An agent is about to take a step that will fail. Write a hint of at most two sentences that makes it take a "

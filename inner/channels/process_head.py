@@ -10,7 +10,7 @@
                 teachers' votes (Math-Shepherd also trains on shares of rollouts, arXiv 2312.08935)
     a run       inner.process.head = "head.safetensors": needs no teacher any more
 
-Not promised: good scores in states unlike those of the traces, or for a policy that has learned to exploit the head.
+Not promised: good scores in states unlike the traces' states, or for a policy that has learned to exploit the head.
 """
 
 from collections import defaultdict
@@ -97,8 +97,8 @@ class HeadScore:
         width = student_width(student)
         if head.width != width:
             raise InnerError(
-                f"the process head was trained on states of {head.width} numbers, and this model's have {width}. Train "
-                "it with the model that the run starts from (inner.model)."
+                f"the process head was trained on states of {head.width} numbers, and this model's states have "
+                f"{width}. Train it with the model that the run starts from (inner.model)."
             )
         self._head = head
         self._start = DistillationTeacher("frozen", student, ema_rate=0.0)
@@ -190,7 +190,7 @@ def train_process_head(
 ) -> tuple[ProcessHead, float]:
     """Train a head; -> the head and its last loss (nats, binary cross-entropy with soft labels).
 
-    model: the start model of the run.   states, actions: those of a replay (inner.replay).
+    model: the start model of the run.   states, actions: those that a replay gives (inner.replay).
     steps: AdamW steps on 64 examples each; lr falls linearly to 0.
     Raises InnerError if no teacher answered."""
     examples = head_examples(tokenizer, states, actions, key=key)

@@ -53,7 +53,7 @@ class ProcessReward:
 
 @dataclass(frozen=True)
 class ScoredSpan:
-    """One score: for tokens start … end - 1 in turn `turn` of rollout `row`."""
+    """One score, which counts for tokens start … end - 1 in turn `turn` of rollout `row`."""
 
     row: int
     turn: int

@@ -39,7 +39,7 @@ from inner.replay.actions import action_message
 from inner.replay.pairs import DPOPair, checked_pair, training_pairs
 
 log = logging.getLogger(__name__)
-SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all that do not fit."
+SKIP = "Take the pair out, or set inner.replay.skip_unfit = true to leave out all pairs that do not fit."
 PAIRS = 2**65  # added to the data seed, so that pairs get another order than prompts
 
 

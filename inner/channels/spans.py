@@ -7,8 +7,8 @@
     student      prompt … <assistant>            | turn k
     teacher      prompt … hint … <assistant>     | turn k        the same ids, never tokenised again
 
-Both rows end with the turn's ids, so the k-th token of the turn in one row is paired with the k-th in the other.
-All functions are pure, except those that call the tokenizer's template.
+Both rows end with the turn's ids, so the k-th token of the turn in one row is paired with the k-th token in the other
+row. All functions are pure, except those that call the tokenizer's template.
 
     TRL's tool loop     read_turns ─▶ Turn ─▶ hint ─▶ HintSplicer ─▶ Lesson                           (trainer.py)
     recorded traces     TraceState ─▶ hint ─▶ hinted_spans ─▶ Span ─▶ span_batch ─▶ compose_loss
@@ -116,8 +116,8 @@ def _call_behind(calls: list[Mapping[str, Any]], i: int, result: Mapping[str, An
 def splice_hint(context: list[int], hint: list[int], opening: list[int], turn: list[int]) -> list[int]:
     """Return the context with the hint before its `opening`, + turn, as ids.
 
-    The context may end with a part of the opening (turn_ids.py); if it does not end with it at all, the opening is
-    added."""
+    The context may end with a part of the opening (turn_ids.py); a context without any part of it gets the whole
+    opening."""
     parts = (n for n in range(len(opening), 0, -1) if context[-n:] == opening[:n])
     end = next(parts, 0)
     return context[: len(context) - end] + hint + (opening[:end] or opening) + turn
@@ -128,9 +128,9 @@ class HintSplicer:
 
     render(messages, opened) -> ids; with `opened`, they end with the opening of an assistant's turn
 
-    The hint is a message of the role "system", or else "user", after one of the role "user". If the template refuses
-    both, as Mistral's and Gemma's templates do, it has the role "user", after a message of the role "assistant". Some
-    templates, such as Mistral's, open an assistant's turn with no ids."""
+    The hint is a message of the role "system", or else "user", after a message of the role "user". If the template
+    refuses both, as Mistral's and Gemma's templates do, the hint has the role "user", after a message of the role
+    "assistant". Some templates, such as Mistral's, open an assistant's turn with no ids."""
 
     def __init__(self, render: Callable[[list[Message], bool], list[int]]) -> None:
         self._render = render
@@ -171,7 +171,7 @@ class HintSplicer:
         )
 
     def _opening_behind(self, before: list[Message], role: str) -> list[int] | None:
-        """Return the ids that open an assistant's turn; None if a hint of this role does not stand right before it."""
+        """Return the ids that open an assistant's turn; None if a hint of this role is not directly before them."""
         opened, hinted = (self._render(turns, True) for turns in (before, [*before, {"role": role, "content": "c"}]))
         opening = opened[agreement(opened, self._render(before, False)) :]
         start, end = len(opened) - len(opening), len(hinted) - len(opening)

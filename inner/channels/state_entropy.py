@@ -6,8 +6,8 @@
 The result is written as `student_entropy`; replay_trace(min_student_entropy=) and --unsure choose states by it. In a
 run's own traces, student_entropy is the entropy over a group's actions: another scale, so we keep an existing value.
 
-Not promised: the entropy of the agent that acted; we measure this model's. A context with more tokens than the model
-has positions loses its beginning.
+Not promised: the entropy of the agent that acted; we measure the entropy of this model. A context with more tokens than
+the model has positions loses its beginning.
 """
 
 from collections.abc import Iterable
@@ -52,5 +52,5 @@ def _ids(tokenizer: Any, state: TraceState) -> tuple[list[int], list[int]]:
             "messages."
         ) from error
     if not context or not action:
-        raise InnerError(f"state {state['state_id']} has no tokens before its action, or none in it. Take it out.")
+        raise InnerError(f"state {state['state_id']} has no tokens before its action, or no tokens in it. Take it out.")
     return context, action

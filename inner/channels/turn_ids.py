@@ -4,13 +4,13 @@
     finished   … <user> 7 + 5? <assistant> <think> </think> It is 12. <end>
                └──────────── context ─────────────┘└────── action ────────┘
 
-The context ends where a finished turn no longer agrees with the opened one. A thought that the opening closes itself
+The context ends where a finished turn no longer agrees with the opened turn. A thought that the opening closes itself
 (`<think></think>`) stays in the context, also if finished turns leave it out: in rollouts the model continues it.
 
 Templates differ in the messages that they take. Mistral's templates need an id of nine characters for each call, and
-that of DeepSeek-V3 needs arguments as JSON text; so a template that refuses the messages gets them in these forms, too.
-A call that the template leaves out is written as text. If it leaves out a tool's result, that is an error: the model
-would act without the result.
+DeepSeek-V3's template needs arguments as JSON text; so a template that refuses the messages gets the messages in these
+forms, too. A call that the template leaves out is written as text. A template that leaves out a tool's result is an
+error: the model would act without the result.
 
 Not promised: ids that the model would have sampled (these come from the tokenizer); calls of earlier turns, if the
 template leaves calls out.
@@ -74,8 +74,8 @@ def _cut(
 
 
 def _written(messages: Sequence[Message], actions: Sequence[str], render: Render, tools: Any) -> list[list[int]]:
-    """Return the ids of the messages with an opened turn, without one, and with each action, in the first form of the
-    messages that the template takes."""
+    """Return the ids of the messages with an opened turn, without an opened turn, and with each action. Writes the
+    messages in the first form that the template takes."""
     failed = list[Exception]()
     for form in MESSAGE_FORMS:
 
@@ -155,7 +155,7 @@ def _as_json(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _nine(own: str, number: int) -> str:
-    """Return a call's own id if it has nine letters and digits, as Mistral's models write them; else another."""
+    """Return a call's own id if it has nine letters and digits, as Mistral's models write them; else a new id."""
     return own if len(own) == 9 and own.isalnum() else f"call{number:05d}"
 
 

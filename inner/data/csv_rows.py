@@ -5,7 +5,7 @@
     └ "" counts the rows: dropped
 
 At most one column without a name stays, as "", which inner.data.columns may rename.  Of several columns without a name,
-the first with texts in any row stays, else the first.  The others are dropped if they are empty or count the rows.
+the first with a text in a row stays, else the first one. Other columns are dropped if empty or a count of rows.
 
 Not promised: to drop an index that a program sorted or filtered; if another column without a name is beside it, the
 file is refused.
@@ -21,7 +21,7 @@ from inner.errors import InnerError
 
 Numbered = tuple[str, dict[str, Any]]  # ("row 3", its fields)
 LONGEST_FIELD = 2**31 - 1  # at most so many characters of a field
-UNNAMED = "\0"  # then the column's number: the key of a column without a name, until it becomes "" or is dropped
+UNNAMED = "\0"  # with the column's number, the key of a column without a name until that becomes "" or is dropped
 BEYOND = "beyond the header"  # key for a row's fields beyond the header's columns
 BEGINS = {"0": 0, "0.0": 0, "1": 1, "1.0": 1}  # first field of a column that counts the rows
 

@@ -16,7 +16,7 @@ from typing import Any
 from inner.data.rendering import HALF
 
 DATA = (".jsonl", ".json", ".csv", ".parquet")
-BEGINS = (  # a file's first bytes -> what it is, and the next thing to do
+BEGINS = (  # a file's first bytes -> the file's kind, and the next thing to do
     (rb"PAR1(\x15|\Z)", "is a Parquet file. Name it .parquet"),  # first: skipped for a file named .parquet
     (rb"version https://git-lfs", "is a Git LFS pointer, not the data. Next: `git lfs pull` there"),
     (rb"\x1f\x8b", "is compressed by gzip. Next: `gunzip -c {0} > {1}`, and name that file"),
@@ -53,6 +53,6 @@ def answered_words(name: str, prompts: Sequence[Any]) -> str:
         return ""
     return (
         f"warning: {name}: {len(ends):,} of {len(prompts):,} prompts end with a message of the assistant, the first: "
-        f"prompt {ends[0]}. The model writes a further message behind that answer. If it is the answer to learn, "
+        f"prompt {ends[0]}. The model writes a further message behind that answer. If that answer is the one to learn, "
         "take it out of the prompt, and give it to the reward in a column of its own"
     )

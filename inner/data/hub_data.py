@@ -45,8 +45,8 @@ class HubDataset:
         if found is None:
             raise InnerError(
                 f"{setting} = {spelling!r} is not a dataset's name. Write hub:OWNER/NAME/CONFIG:SPLIT, such as "
-                "hub:openai/gsm8k/main:train; @REVISION may follow the name, and CONFIG may be left out where there is "
-                "one only."
+                "hub:openai/gsm8k/main:train; @REVISION may follow the name, and CONFIG may be left out if the "
+                "dataset has only one."
             )
         return cls(**{key: value or "" for key, value in found.groupdict().items()})
 

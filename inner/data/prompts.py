@@ -51,7 +51,7 @@ def local_file(kind: str, spelling: str | list[str], files: Files) -> Path:
 def load_prompts(
     spelling: str | list[str], files: Files, data: DataSettings, limit: int | None = None, kind: str = "prompts"
 ) -> list[Row]:
-    """Load rows that all have a `prompt`.   kind: that of the user's file.   Raises InnerError."""
+    """Load rows that all have a `prompt`.   kind: what the user's file is for.   Raises InnerError."""
     path = local_file(kind, spelling, files)
     name = f"{setting_of(kind, spelling)} = {spelling!r}"
     named = replace(data, columns={}) if is_task(spelling) else data  # a task's columns already have their final names
@@ -152,7 +152,7 @@ def _read_parquet(name: str, path: Path) -> Iterator[Numbered]:
     try:
         file = ParquetFile(path)
         if len({*file.schema_arrow.names}) < len(file.schema_arrow.names):
-            raise InnerError(f"{name} has two columns with one name, of which one would be lost. Rename one of them.")
+            raise InnerError(f"{name} has two columns with one name, and only one would be read. Rename one of them.")
         yield from _numbered(row for batch in file.iter_batches() for row in batch.to_pylist())
     except (ArrowException, OSError) as error:
         raise InnerError(f"{name} is not a Parquet file, so save it again: {first_line(error)}") from error

@@ -32,7 +32,7 @@ def folder_words(path: Path) -> str:
 
 
 def absent_columns(name: str, rows: Sequence[Any]) -> str:
-    """Return a warning about columns that some rows lack, or "".   rows: as they were read."""
+    """Return a warning about columns that some rows lack, or "".   rows: the rows as they were read."""
     of_row = [row for row in rows if isinstance(row, dict)]
     counts = Counter(column for row in of_row for column in row)
     lacking = {column: count for column, count in counts.items() if count < len(of_row)}
@@ -61,7 +61,7 @@ def missing_prompt(row: Any) -> str:
         first = columns[likely][0]
         if isinstance(first, Mapping) and {"from", "value"} <= set(first):
             return (
-                f"{likely} has turns as ShareGPT writes them. Write those before the answer to learn as "
+                f"{likely} has turns as ShareGPT writes them. Write the turns before the answer to learn as "
                 '{"prompt": [{"role": "user", "content": "…"}]}'
             )
     example = likely or "question"

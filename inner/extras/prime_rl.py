@@ -113,8 +113,8 @@ def _gap(inputs: LossInputs) -> Tensor:
     if reference is None:
         raise ValueError(
             "alpha_sdpo > 0 needs ref_logprobs, and this batch has none. PRIME-RL's grpo has no reference; its opsd "
-            "and opd have one, for their own ref_kl loss. Use an algorithm that leaves such samples to the rl loss, or "
-            "alpha_sdpo = 0"
+            "and opd have a reference, for their own ref_kl loss. Use an algorithm that leaves such samples to the rl "
+            "loss, or alpha_sdpo = 0"
         )
     if mask.any() and not reference[mask].any():
         raise ValueError(

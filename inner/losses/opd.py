@@ -8,10 +8,10 @@
 The hard gate is Entropy-Aware On-Policy Distillation (EOPD, arXiv 2603.07079): reverse KL everywhere, *plus* forward KL
 if the teacher's entropy is high. The soft gate is a convex mix, which is often called EOPD, too.
 
-The soft gate's default h_max is log V. For a real vocabulary this is so large (11.9 at 150k; a teacher's entropy is
+The soft gate's default h_max is log V. For a real vocabulary log V is so large (11.9 at 150k; a teacher's entropy is
 mostly below 1 nat) that w is near 0. A useful h_max is 1 to 2.
 
-Not promised: EOPD's numbers. EOPD's forward KL may use only the teacher's likeliest tokens; ours uses all.
+Not promised: EOPD's numbers. EOPD's forward KL may use only the teacher's likeliest tokens; ours uses all tokens.
 """
 
 import math

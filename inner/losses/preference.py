@@ -8,8 +8,8 @@
     NLL                 + w · (-π_c / |c|)                       arXiv 2404.19733, eq. (1): keeps the chosen one likely
     DPO-Positive        z - β λ max(0, ref_c - π_c)              arXiv 2402.13228: no gain if chosen gets less likely
 
-γ is absolute here. (The SimPO code sets γ/β; our 1.0 at β = 2 is its .5.) DPO's gradient grows with the length of the
-responses; SimPO's does not.
+γ is absolute here. (The SimPO code sets γ/β: our γ = 1.0 at β = 2 is .5 there.) DPO's gradient grows with the length of
+the responses; SimPO's does not.
 
 Not promised: that the chosen response gets more likely without an anchor.
 """

@@ -4,7 +4,7 @@
     L   = - Σ_tok mask Σ_v p_t log softmax(S) / Σ mask          eq. (4), as in SakanaAI/TAID
 
 t = 0: the student's own entropy, without gradient. t = 1: forward KL plus the teacher's entropy; the gradient is
-forward KL's. L is a cross-entropy, so for equal distributions it is their entropy, not 0.
+forward KL's. L is a cross-entropy: if both distributions are equal, L is their entropy, not 0.
 
 Not promised: that the scheduler adapts. With the defaults, the scheduler's own step (≤ 1.5e-4) is smaller than the
 slope .6/N of the line from t_start to t_end, unless N is above ~4000 steps. Raise `alpha` for short runs.
@@ -69,7 +69,7 @@ class TAIDScheduler:
 
     def update_t(self, loss: Tensor | float, global_step: int) -> float:
         """Update t after a step, and return it. Three losses are not used: the first (it only becomes `previous`), an
-        exact 0 (an empty batch), and one that is not finite. For these, t follows the line."""
+        exact 0 (an empty batch), and a loss that is not finite. For these, t follows the line."""
         value = float(loss)
         line = self.t_start + (self.t_end - self.t_start) * global_step / self.num_train_steps
         ahead = self.t

@@ -8,8 +8,8 @@ Positions are counted from a row's first token, for models with absolute positio
     without    0  1  2  3  4        not the policy that generated: GPT-2's log-probs are .75 nats off
     with       0  0  0  1  2        as `generate` counts them
 
-TRL's losses pass no positions. Rotary positions are relative, so this module does not change a model with them: its
-results stay bit for bit those of TRL.
+TRL's losses pass no positions. Rotary positions are relative, so this module does not change a model with them, and its
+results stay TRL's, bit for bit.
 
 Only run.toml says how to sample, both in rollouts and in [eval]:
 

@@ -29,12 +29,12 @@ def refuse_drawn(
     the head is drawn at random.
 
     missing: names of weights that the files lack.   unexpected: names in the files that the model lacks.
-    shapes: (name, shape in the files, shape by config.json) of the weights where these differ."""
+    shapes: (name, shape in the files, shape by config.json) of each weight with two shapes."""
     for name, there, here in sorted(shapes, key=str):
         raise InnerError(
             f"the model {source}: {name} has the shape {[*there]} in its files, and {[*here]} by its config.json. The "
-            "two are of different models, or the embeddings were resized and config.json was not. Save the model "
-            "again, with save_pretrained."
+            "files and config.json are of different models, or the embeddings were resized and config.json was not. "
+            "Save the model again, with save_pretrained."
         )
     missing, unexpected = set(missing), set(unexpected)
     head = missing & _head_names(model)
@@ -60,7 +60,7 @@ def refuse_not_finite(source: str, names: Sequence[str]) -> None:
     """Raise InnerError for a start model with weights that are NaN or infinite.   names: the names of such weights."""
     raise InnerError(
         f"the model {source} has NaN or infinite weights in {len(names)} of its tensors ({names[0]}), so every "
-        "completion would be noise. Take an earlier checkpoint, or the model that it was made from."
+        "completion would be noise. Take an earlier checkpoint, or the model that this model was made from."
     )
 
 

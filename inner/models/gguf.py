@@ -7,7 +7,7 @@ model is like any other model.
     check_gguf_file(path)     also checks that transformers can read the file
     load_gguf(path, dtype)    transformers, gguf ──▶ weights as numbers, tokenizer, chat template ──▶ a fresh model
 
-The package gguf needs seconds for a header of 50,000 tokens, so we keep the newest one. transformers cannot save a
+The package gguf needs seconds for a header of 50,000 tokens, so we keep the newest header. transformers cannot save a
 model that it read from a .gguf file, so we copy the weights into a fresh model. The file's rounding stays: training
 from a Q4 file begins at its 4-bit values, stored as floats.
 
@@ -65,7 +65,7 @@ def _read_header(path: Path, changed: int) -> GgufHeader:
         architecture = found.fields["general.architecture"].contents()
         kinds = {tensor.tensor_type.name for tensor in found.tensors}
         shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in found.tensors}
-    except Exception as error:  # the reader's own errors, or numpy's: it depends on the place of the fault
+    except Exception as error:  # the fault's place in the file decides whether the reader or numpy raises
         raise InnerError(
             f"model = '{path}' is not a GGUF file that can be read ({error!r:.200}). Download it again, or give a "
             "folder or a Hub id as inner.model."

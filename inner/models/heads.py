@@ -6,7 +6,7 @@
     LlamaForSequenceClassification, score.weight     a head that writes no text                  InnerError
     BertForMaskedLM                                  reads the tokens that it should write       InnerError
 
-Not promised: that a head with a name of its own is recognised.
+Not promised: that a head with an unusual name is recognised.
 """
 
 import re

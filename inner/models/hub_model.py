@@ -53,7 +53,7 @@ def pin_hub_model(config: InnerConfig) -> HubModel | None:
         at = f" at revision {config.revision}" if config.revision else ""
         advice = "Check inner.model and inner.revision; for a private model, the Hub token, too"
         if not error.final:
-            advice = "Look at this machine's way to the Hub (network, HF_ENDPOINT), then repeat the command"
+            advice = "Check this machine's connection to the Hub (network, HF_ENDPOINT), then repeat the command"
         raise InnerError(f"the model {config.model}{at} could not be loaded: {error}. {advice}.") from error
     read = read_json(where["config.json"], f"model = {config.model!r}")
     refuse_config(read, config)

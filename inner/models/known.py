@@ -108,7 +108,7 @@ def cache_folder(environ: Any = os.environ) -> Path:
 def _check_folder(folder: Path, what: str, asked: InnerConfig, whole: bool = True) -> str:
     """Return a warning about its head, or "".   Raises InnerError for a folder without a language model.
 
-    whole: require weights and tokenizer, too (a cache may not have downloaded them yet)."""
+    whole: require weights and tokenizer, too (a cache may not have these files yet)."""
     refuse_adapter(folder, what)
     if not (folder / "config.json").is_file():
         raise InnerError(f"{what} has no config.json. Give a folder that save_pretrained wrote, or a name on the Hub.")
@@ -143,7 +143,7 @@ def refuse_adapter(folder: Path, what: str) -> None:
 
 
 def refuse_hub_adapter(model: str, names: Iterable[str]) -> None:
-    """Raise InnerError for a repository with an adapter of PEFT.   names: its files."""
+    """Raise InnerError for a repository with an adapter of PEFT.   names: the repository's files."""
     if "adapter_config.json" in names:
         raise InnerError(_ADAPTER.format(f"model = {model!r}", model, "another model"))
 
@@ -262,7 +262,7 @@ def chat_template(folder: Path) -> bool | None:
 
 
 def _ask_in_time(model: str, revision: str | None, ask: Callable[[str, str | None], None]) -> str:
-    """Return "" if the Hub has the model, else why this was not checked.  Raises InnerError if the Hub refuses."""
+    """Return "" if the Hub has the model, else why we could not ask.  Raises InnerError if the Hub refuses."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return f"{NOT_CHECKED}whether {model} is on the Hub: offline (HF_HUB_OFFLINE)"
     outcome: list[Exception | None] = []

@@ -6,7 +6,7 @@
     adapter_off(model)                       the base model during a `with`: the reference of KL and DPO
 
 The adapter is in the subfolder `adapter` of the start model's folder. The adapter is fp32 for a base model of any
-dtype, also for one in 4 bits (inner/extras/nf4.py).
+dtype, also for a base in 4 bits (inner/extras/nf4.py).
 
 Not promised: several adapters on one model.
 """

@@ -9,7 +9,7 @@
         action_key      ──▶   [["ls", {"path": "."}]]        to compare: only the calls, not the text around them
 
 Without a tool call, texts are compared line by line: a run of spaces counts as one, and indentation is kept. If turns
-contain thoughts and a command in another form, use commands.py to compare them.
+contain thoughts and a command in another form, use commands.py to compare these turns.
 
 JSON that is nested deeper than untrusted.py allows is not a call; it stays text.
 

@@ -111,10 +111,10 @@ async def replay_trace(
     min_student_entropy  ask only about states where the student's entropy is at least this (nats per token)
     agreement_threshold  with tiers: if this many teachers agree, no teacher of a further tier is asked
     key                  the part of a turn that is compared (commands.py); None: each state's `action_form` decides
-    timeout_s            for one whole exchange, from the connection to the last byte
+    timeout_s            limit of one whole exchange, from the connection to the last byte
     progress             None: a progress bar if stderr is a terminal
     ledger               an open Ledger stays open
-    transport, clock     httpx's transport, and the clock of the waits between tries: for tests
+    transport, clock     httpx's transport, and the clock of the waits between tries; tests set both
 
     InnerError: an argument is wrong, and no request was sent. ReplayStopped: see above.
     """
@@ -343,7 +343,7 @@ class _RequestDispatcher:
         elif model not in self._closed:
             self._closed[model] = Reading("again", f"{reading.why} (asks to wait {after_s:.0f} s)", 0)
             log.warning(
-                "%s asks to wait %.0f s (%s): it is not asked any more now. The same call continues from there later.",
+                "%s asks to wait %.0f s (%s): it is not asked again now. The same call continues from there later.",
                 *(model, after_s, reading.why),
             )
 
@@ -400,7 +400,7 @@ def _retry_delay_s(reading: Reading, attempt: int) -> float:
 
 
 def _answer_record(reading: Reading, cost: int = 0, seconds: float = 0.0, attempt: int = 0) -> dict[str, Any]:
-    """Return the answer in the ledger's form; without a usable answer it has an `error`.   cost: nano-dollars."""
+    """Return the answer in the ledger's form; it has an `error` if no answer is usable.   cost: nano-dollars."""
     record = {
         "action": reading.action, "cost_usd": to_usd(cost), "estimated": reading.estimated,
         "seconds": round(seconds, 3), "attempts": attempt, "model": reading.model,

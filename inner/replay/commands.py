@@ -11,10 +11,10 @@
     function_tag  <function=NAME><parameter=NAME>VALUE</parameter></function>      SWE-smith, OpenHands without tools
     react         Action: NAME, Action Input: …; or Action: {"name", "arguments"}  ReAct, tau-bench
 
-Under every key, a turn with tool calls is compared by its calls, and a turn without a command by its whole text. So a
+With every key, a turn with tool calls is compared by its calls, and a turn without a command by its whole text. So a
 key can only make different texts the same action; equal texts stay equal. Readers of trace formats write the form that
 most turns have into the states (`action_form`). The argument `key=` of replay_trace, extract_dpo_pairs and
-pair_outcomes overrides it for all states: a name above, or your function (a turn's text -> its command, "" for none).
+pair_outcomes replaces it for all states: a name above, or your function (a turn's text -> its command, "" for none).
 
 Not promised: a comparison of meaning. `cat a` and `cat ./a` are two commands.
 """
@@ -46,7 +46,7 @@ _INPUT = re.compile(r"^Action Input:[^\S\n]*", re.M)
 
 
 def key_of(name: str | Key | None, form: str | None = None) -> Key:
-    """Return the function for a `key=`.   None: the key of the state's form, or "action" if it has no form."""
+    """Return the function for a `key=`.   None: the key of the state's form, or "action" for a state without a form."""
     if callable(name):
         return name
     chosen = name or form or "action"

@@ -11,9 +11,9 @@
     B = 1 MiB + 64 bytes · max_tokens
 
 The deadline is for the whole exchange, because a server that sends one byte a second never triggers a timeout between
-two reads. The request asks for an uncompressed answer (`Accept-Encoding: identity`); of a compressed answer, we unpack
-at most B bytes. The body is always read as UTF-8: the charset in the headers could name any Python codec, and some
-codecs do not decode to text.
+two reads. The request asks for an uncompressed answer (`Accept-Encoding: identity`); if an answer is compressed, we
+unpack at most B bytes. The body is always read as UTF-8: the charset in the headers could name any Python codec, and
+some codecs do not decode to text.
 
 Not promised: that an endpoint charges nothing for an exchange that was cut off. So we count the worst case for it.
 """

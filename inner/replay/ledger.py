@@ -6,7 +6,7 @@
     spent   = Σ cost of answered requests + Σ reserve of requests without an answer (the process died)
     fits    = spent + held + reserve ≤ ceiling            held: reserves of the requests in flight
 
-A call is named by the digest of its request. If its answer is on disk, we never request it or pay for it again.
+A call is named by the digest of its request. If a call's answer is on disk, we never send the call or pay for it again.
 
 Not promised: a single payment for a request in flight when the process died: we send and count the request twice.
 """
@@ -67,7 +67,7 @@ class LedgerHeld(LedgerError):
 
 
 class Ledger:
-    """An append-only file. With path None it is only in memory, and is lost when the process ends."""
+    """An append-only file. With path None, the ledger is only in memory, and is lost when the process ends."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = Path(path) if path is not None else None

@@ -49,7 +49,7 @@ RECIPES = {"default": HERE / "recipe.yaml", "calls": HERE / "recipe_calls.yaml"}
 TEXTS = ("chosen", "rejected", "pair")
 INSTALL = "pip install 'serverless-diloco[replaysim]'"
 
-FEW = 0.1  # if less than this share is kept, the recipe is probably wrong
+FEW = 0.1  # if a recipe keeps a smaller share than this, it is probably wrong
 
 Process = list[dict[str, Any]]
 Kind = Literal["prose", "calls"]

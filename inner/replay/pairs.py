@@ -21,7 +21,7 @@ TRL's preference format is read, too; `tools` and `weight` stay:
 
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}                     texts: the prompt is a user's message
     {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}       messages
-    {"chosen": [user, assistant], "rejected": [user, assistant]}             the prompt is their common beginning
+    {"chosen": [user, assistant], "rejected": [user, assistant]}             the prompt is the common beginning
 
 Not promised: sides that differ in more than one turn; that `chosen` is better than `rejected`. `chosen` is the action
 that most teachers chose, or that had higher late rewards, perhaps by luck.
@@ -200,7 +200,7 @@ def save_pairs(pairs: Iterable[Mapping[str, Any]], path: str | Path) -> None:
 
 
 def checked_pair(row: Any) -> DPOPair:
-    """Return the row, or one of TRL's preference format, as a pair.   Raises ValueError, which names the fault."""
+    """Return the row, ours or in TRL's preference format, as a pair.   Raises ValueError, which names the fault."""
     if not isinstance(row, dict):
         raise ValueError(f"a pair must be an object, this is a {type(row).__name__}")
     row = as_pair(row)
@@ -244,7 +244,7 @@ def as_pair(row: Mapping[str, Any]) -> dict[str, Any]:
 def _prompt(prompt: Any, common: list[Message]) -> list[Message]:
     """Return the messages before the turn: those of the column `prompt`, then the common beginning of both sides.
 
-    A dataset may have both (UltraFeedback): then the common beginning has the prompt already."""
+    If a dataset has both (UltraFeedback has), the common beginning already contains the prompt."""
     if common and not isinstance(prompt, list):
         return common
     before = _messages(prompt, "user") if prompt else []

@@ -42,7 +42,7 @@ from inner.settings.inner import InnerError
 
 OPENROUTER = "https://openrouter.ai/api/v1"
 NANO = 1_000_000_000  # nano-dollars per dollar; amounts are whole, so sums are exact
-MOST_USD = 1e6  # at most so many dollars of one request: a larger number is not a cost
+MOST_USD = 1e6  # the limit of one request's cost, in dollars: a larger number is not a cost
 MOST_TOKENS = 1e9  # at most so many tokens of one request
 LONGEST_TOKEN = 64  # characters of an action per token; the longest tokens are runs of spaces
 HIDDEN_TOKENS = 1024  # limit of what a provider's chat template and tool prompt add to a request

@@ -14,8 +14,8 @@
 Each state names the form in which its trace writes commands (`action_form`, commands.py), for the comparison of
 teachers and student. For SWE-agent and SWE-smith, the form is derived from the turns.
 
-`tools` are the JSON schemas that the agent had. Few files have them (Harbor's and OpenHands' may); without schemas,
-teachers cannot call tools. A trace without an action of the agent is left out with a warning.
+`tools` are the JSON schemas that the agent had. Few files have these schemas (Harbor's and OpenHands' files may);
+without schemas, teachers cannot call tools. A trace without an action of the agent is left out with a warning.
 
 Not promised: that every SWE-agent error is found, since the reader finds an error only by its text; that the agent
 saw all messages of a state and no others, since agents shorten and enrich what their model gets; that the last step of
@@ -260,7 +260,7 @@ def _action_turn(event: Mapping[str, Any], turns: Sequence[Message]) -> Message 
 
 
 def _event_call(event: Mapping[str, Any], args: Mapping[str, Any]) -> Message:
-    """Return the model's call if the log has it; else make one from the action and its arguments."""
+    """Return the model's call if the log has it; else make a call from the action and its arguments."""
     made = event.get("tool_call_metadata") or {}
     for choice in (made.get("model_response") or {}).get("choices") or ():
         for call in choice["message"].get("tool_calls") or ():
@@ -305,7 +305,7 @@ def _sdk_turn(event: Mapping[str, Any], turns: list[Message]) -> Message | None:
 
 
 def _sdk_action(event: Mapping[str, Any], turns: list[Message]) -> Message | None:
-    """Return the turn of an action; None if the action joins the turn before it, as it is of the same response."""
+    """Return the turn of an action; None if the action joins the turn before it, because both are of one response."""
     call, response = {**event["tool_call"], "id": event["tool_call_id"]}, event.get("llm_response_id")
     if turns and response and turns[-1].get("response") == response:
         turns[-1]["tool_calls"].append(call)

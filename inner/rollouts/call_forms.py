@@ -6,7 +6,7 @@
 TRL knows some thirty templates by their exact text. Fine-tunes and newer releases write calls in the same forms under
 templates of other texts. A form is taken if it reads back a text, a call, and two calls (if the template writes two).
 
-Some known templates (Qwen3's) write earlier messages in another way once later ones follow, so TRL trains with its own
+Some known templates (Qwen3's) write a message in another way once a later message follows, so TRL trains with its own
 version of them. A template that writes all samples as a known template does gets that template's text, so that TRL
 replaces it, too.
 
@@ -101,8 +101,8 @@ def _set_known_text(tokenizer: Any, template: str) -> None:
 
 
 def _known_forms(tokenizer: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, text and response template of the chat templates that TRL knows, the most similar one first; then of
-    our own forms, without a text."""
+    """Yield name, text and response template of the chat templates that TRL knows, the most similar template first;
+    then our own forms, without a text."""
     words = _words_of(str(tokenizer.chat_template))
     paths = (Path(trl.__file__).parent / "chat_templates").glob("*.jinja")
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}

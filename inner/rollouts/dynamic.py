@@ -7,7 +7,7 @@
 The test is exact: equal rewards in a group give bit-equal advantages. arXiv 2503.14476, eq. (11).
 
 The metrics are those of the first generation.  A mean that included refills would not be the data's mean: refills
-differ in size, and there are more of them if more groups have equal rewards.
+differ in size, and there are more refills if more groups have equal rewards.
 
 Not promised: image inputs; several processes; with scale_rewards = "batch", the standard deviation of the final batch,
 because each generation is scaled by its own standard deviation.

@@ -3,10 +3,10 @@
     a generation at a new inner step ──▶ every parameter, one at a time ──▶ the engine's copy ──▶ completions, log-probs
                                          └ LoRA:  W + α/r · B A  in a new tensor; W is only read
 
-TRL adds the adapter to W in place and subtracts it again. This does not restore all bits: one element of W in seventy
-changes each time. TRL also lets vLLM choose the dtype ("auto" makes bfloat16 of float32 folders), and seeds every
-replica's engine with 0, so all replicas draw the same noise. Here the dtype is the trainer's (or the configured one),
-and the seed is the trainer's.
+TRL adds the adapter to W in place and subtracts it again. The subtraction does not restore all bits: one element of W
+in seventy changes each time. TRL also lets vLLM choose the dtype ("auto" makes bfloat16 of float32 folders), and seeds
+every replica's engine with 0, so all replicas draw the same noise. Here the dtype is the trainer's (or the configured
+one), and the seed is the trainer's.
 
 An outer step does not send weights itself: the inner step has changed, so the next generation sends the new θ.
 
@@ -84,7 +84,7 @@ def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
-    """Return W + Σ α/r · B A over the active adapters, in a new tensor; float32 if the adapter is."""
+    """Return W + Σ α/r · B A over the active adapters, in a new tensor; float32 if the adapter is in float32."""
     merged = weight
     for adapter in () if layer.disable_adapters else layer.active_adapters:
         merged = merged + layer.get_delta_weight(adapter).to(weight.device)
@@ -101,7 +101,7 @@ class MaskedShare:
         self._has_warned = False
 
     def note(self, share: float, sequences: int, host: Host) -> None:
-        """Add one generation.   share: the masked part of its sequences.   sequences: their number."""
+        """Add one generation.   share: the masked part of its sequences.   sequences: how many it has."""
         self._masked += share * sequences
         self._seen += sequences
         if self._seen < ENOUGH:

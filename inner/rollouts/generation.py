@@ -36,7 +36,7 @@ class GenerationTrainer(LeanToolLoop):
     """GRPOTrainer with `objective`, `data_seed` and `start` (see ComposerReplicationTrainer), and
 
     progress       fields of the `trainer_state` that rewards get, from the run; None: the state of this trainer
-    reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: once, and a bad value raises
+    reward_calls   how rewards are called (inner/usercode/reward_calls.py); None: call once; a bad value raises
     engine_dtype   dtype of vLLM, if `args` use it (inner/rollouts/engine.py); None: the model's own
 
     For subclasses:
@@ -111,8 +111,8 @@ class GenerationTrainer(LeanToolLoop):
     # the data order
 
     def start_at(self, inner_step: int) -> None:
-        """Set TRL's micro-batch counter, which decides when to generate. So a later session generates at the same
-        inner steps as the first; prompts, refills and pairs follow from the counter, too."""
+        """Set TRL's micro-batch counter, which decides when to generate. So a later session generates at the same inner
+        steps as the first session; prompts, refills and pairs follow from the counter, too."""
         self._step = inner_step * cast(Any, self.args).gradient_accumulation_steps
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
@@ -162,7 +162,7 @@ class GenerationTrainer(LeanToolLoop):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute π_old without dropout, because the policy that sampled had none; only the loss has dropout."""
+        """Compute π_old without dropout, because the policy that sampled had no dropout; only the loss has dropout."""
         with self.turn(False), nullcontext() if torch.is_grad_enabled() else without_dropout(self.model):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
@@ -223,7 +223,7 @@ class GenerationTrainer(LeanToolLoop):
         return {name: len(values) for name, values in self._metrics[self._mode()].items()}
 
     def _forget_metrics(self, counts: dict[str, int]) -> None:
-        """Leave out the metrics recorded since `_metric_counts`: those of rollouts that are not trained on."""
+        """Leave out the metrics recorded since `_metric_counts`, because the loss does not use their rollouts."""
         for name, values in self._metrics[self._mode()].items():
             del values[counts.get(name, 0) :]
 

@@ -5,7 +5,7 @@
     command       <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}, …]<|END_ACTION|>
     minimax, seed, glm 4.7      tags for each argument              phi 4      <|tool_call|>{…}<|/tool_call|>
 
-call_forms.py takes one only if it reads back what the model's template writes.
+call_forms.py takes a form only if it reads back what the model's template writes.
 
 Not promised: a text between two calls; an argument whose text has the form's own marks.
 """

@@ -6,7 +6,7 @@
     randomness     torch, numpy and random are seeded for the call; then their old states are restored, also the user's
     metrics        TRL's evaluation metrics are dropped; training's stay as they are
 
-So a run with evaluation takes the same inner steps, bit for bit, as one without.
+So a run with evaluation takes the same inner steps, bit for bit, as a run without evaluation.
 
 Not promised: speed.  TRL also computes log-probs of the completions if its settings need them for a loss.
 """
@@ -30,7 +30,7 @@ from inner.usercode.apart import own_numbers_kept
 if TYPE_CHECKING:
     from inner.rollouts.generation import GenerationTrainer
 
-NEVER = -1  # no real inner step: an engine that is at this step loads the weights again
+NEVER = -1  # not a real inner step: an engine at this step loads the weights again
 
 
 def score_rows(

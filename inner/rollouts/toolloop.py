@@ -31,7 +31,7 @@ try:
 except ImportError:  # another version of TRL: use its own parsing
     load_response_template = None
 
-CACHED = 4096  # at most so many cache entries, because the number of different tool results is unlimited
+CACHED = 4096  # the limit of cache entries, because the number of different tool results is unlimited
 
 Turn = Callable[[bool], AbstractContextManager[None]]  # enters the environment's state (True) or the model's (apart.py)
 # (prompts, completions, rewards, each rollout's environment name)

@@ -56,8 +56,8 @@ class SdpoSettings(Table):
     )
     teacher: str = setting(
         "round",
-        'Weights of the teacher: "round" θ_t as committed, the same on every replica (without a run: θ₀), '
-        '"frozen" θ₀, "ema" this session\'s own average, "live" those of the current step.',
+        'Weights of the teacher: "round": θ_t as committed, the same on every replica (without a run: θ₀), '
+        '"frozen": θ₀, "ema": this session\'s own average, "live": the weights of the current step.',
         one_of=TEACHERS,
     )
     ema_rate: float = setting(
@@ -65,7 +65,7 @@ class SdpoSettings(Table):
     )
     wrapper: str = setting(
         "none",
-        '"none" is generalized JSD, "taid" TAID, "entropy_opd" a soft gate, "eopd" a hard gate.',
+        '"none": generalized JSD, "taid": TAID, "entropy_opd": a soft gate, "eopd": a hard gate.',
         one_of=WRAPPERS,
     )
     jsd_beta: float = setting(0.5, "0 is forward KL, 0.5 JSD, 1 reverse KL.", least=0, most=1)
@@ -74,7 +74,7 @@ class SdpoSettings(Table):
         None, "Upper limit of one vocabulary entry's part in the divergence; if not set, no limit.", above=0
     )
     top_k: int = setting(
-        100, '`context = "rollout"` only: compare so many likeliest tokens; one bucket has the rest.', above=0
+        100, '`context = "rollout"` only: number of likeliest tokens to compare; one bucket has the rest.', above=0
     )
     success: float = setting(
         1.0, '`context = "rollout"` only: a rollout with at least this reward is shown to its siblings.'
@@ -119,8 +119,8 @@ class SdpoSettings(Table):
         if clip is not None and self.wrapper == "none" and clip >= highest:
             raise ChannelError(
                 f"inner.sdpo.token_clip = {clip} never clips: at inner.sdpo.jsd_beta = {self.jsd_beta} no vocabulary "
-                f"entry exceeds {highest:.3f}. Set it below that (OPSD: 0.05, with inner.sdpo.jsd_beta = 0), or leave "
-                "it out."
+                f"entry exceeds {highest:.3f}. Set token_clip below that (OPSD: 0.05, with inner.sdpo.jsd_beta = 0), "
+                "or leave it out."
             )
 
 

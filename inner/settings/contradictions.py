@@ -33,7 +33,7 @@ def check_options(config: "InnerConfig") -> None:
 
 
 def _check_weights(config: "InnerConfig") -> None:
-    """Refuse rewards that all have the weight 0, unless the reward is that of an environment or of a box's task."""
+    """Refuse rewards that all have the weight 0, unless an environment or a box's task gives the reward."""
     functions, sampling = config.rewards.functions, config.sampling
     if functions and not (any(functions.values()) or sampling.environment or sampling.boxes):
         raise InnerError("[inner.rewards.functions] gives every reward the weight 0. Give at least one another weight.")
@@ -53,7 +53,7 @@ def _check_dropout(config: "InnerConfig") -> None:
         mend = "let a generation serve one inner step (inner.grpo.steps_per_generation, num_iterations)"
         mend = 'set inner.vllm.importance_mode = "off"' if corrects else mend
         raise InnerError(
-            f"{name}: {why}, so the loss compares the policy with dropout to the one that sampled, without dropout. "
+            f"{name}: {why}, so the loss compares the policy with dropout to the policy that sampled, without dropout. "
             f"Dropout alone would put most ratios outside of the clip range. Leave it out, or {mend}."
         )
 

@@ -98,8 +98,8 @@ class InnerConfig(Table):
     dtype: str = setting("float32", "Dtype of the trained weights.")
     autocast: str = setting(
         "auto",
-        'Matrix products of float32 weights in bfloat16: "auto" where a GPU has it, "bfloat16" on CPUs, too (faster on '
-        'those with AMX), "off" nowhere. Weights, gradients and moments stay float32.',
+        'Where matrix products of float32 weights use bfloat16: "auto": GPUs with bfloat16, "bfloat16": CPUs, too '
+        '(faster with AMX), "off": nowhere. Weights, gradients and moments stay float32.',
         one_of=AUTOCAST,
     )
     lr: float | None = setting(
@@ -207,7 +207,7 @@ class InnerConfig(Table):
     def named_files(self) -> dict[str, Any]:
         """Kind -> the user's file as the config names it: "reward" or "reward.NAME", "environment", "prompts", …
 
-        Values are str; that of "prompts" may be a list of files, or a task."""
+        Values are str; the value of "prompts" may be a list of files, or a task."""
         parts = {kind: dotted.partition(".") for kind, dotted in FILE_SETTINGS.items()}
         named = {kind: getattr(getattr(self, table), key, None) for kind, (table, _, key) in parts.items()}
         named["prompts"] = self.data.source

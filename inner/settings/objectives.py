@@ -36,7 +36,7 @@ class ObjectiveError(InnerError, ValueError):
 
 @dataclass(frozen=True)
 class Objective:
-    """One objective.   ratio: its own knobs that have no effect if π = π_old.   ignores: knobs that it never reads.
+    """One objective.   ratio: knobs of its ratio, without effect if π = π_old.   ignores: knobs that it never reads.
     stale: steps_per_generation / gradient_accumulation_steps.   on_policy: what the objective becomes if π = π_old."""
 
     title: str
@@ -293,7 +293,7 @@ class GrpoSettings(Table):
     epsilon: float | None = setting(None, "Clip range of the ratio, downwards.")
     epsilon_high: float | None = setting(None, "Clip range of the ratio, upwards.")
     dynamic_sampling: int | None = setting(
-        None, "Most further generations per batch, to replace groups whose rewards are all equal."
+        None, "Limit of further generations per batch, to replace groups whose rewards are all equal."
     )
     soft_overlong_tokens: int | None = setting(
         None, "Length penalty: the last tokens before max_completion_length cost up to 1 of reward."

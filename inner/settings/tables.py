@@ -138,7 +138,7 @@ def _as_float(value: numbers.Real) -> float:
 
 @cache
 def list_settings(cls: type, prefix: str = "") -> Mapping[str, Field[Any]]:
-    """Return dotted name -> field of every setting in this table and in those below it."""
+    """Return dotted name -> field of every setting in this table and in the tables below it."""
     found: dict[str, Field[Any]] = {}
     for f in fields(cls):
         below = table_class(field_types(cls)[f.name])

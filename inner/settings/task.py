@@ -52,7 +52,7 @@ class ScheduleSettings(Table):
     )
     lr_replicas: str | None = setting(
         None,
-        "inner.lr is the rate for one machine. With n replicas in an outer step, replicas multiply it by 1 "
+        "inner.lr is the rate for one machine. With n replicas in an outer step, they multiply inner.lr by 1 "
         '("constant"), √n ("sqrt") or n ("linear"). Default: √n.',
         one_of=tuple(LR_REPLICAS),
     )
@@ -101,7 +101,7 @@ class DataSettings(Table):
         '`"reasoning-gym:chain_sum"` or `"verifiers:TASKSET"`; or a folder of Harbor tasks, `"harbor:FOLDER"`.',
     )
     task_options: dict = setting(dict, "`[inner.data.task_options]`: the task's own options, by their names there.")
-    task_size: int = setting(1000, "Rows of the task; all of its rows, if it has fewer.", above=0, most=100_000)
+    task_size: int = setting(1000, "Number of the task's rows; at most all of them.", above=0, most=100_000)
     task_seed: int = setting(0, "Seed of the task's rows.", least=0, most=4000)
     task_chat: bool = setting(
         True, "The task's prompts are chats; false: one text each, for a model without a chat template."
@@ -152,7 +152,7 @@ def check_task(table: str, prompts: str | list[str] | None, task: str | None) ->
 
 
 def check_sources(name: str, prompts: str | list[str] | None) -> None:
-    """Raise InnerError for an empty list, or one with other values than names."""
+    """Raise InnerError for an empty list, or a list with other values than names."""
     if isinstance(prompts, list) and not (prompts and all(isinstance(one, str) and one for one in prompts)):
         raise InnerError(f'{name} = {prompts!r} must name files or datasets. Write ["a.jsonl", "b.parquet"].')
 
@@ -294,7 +294,7 @@ class LoraSettings(Table):
         W x  +  alpha / r · B A x      A: r × in, drawn at random      B: out × r, zero at first
 
     The average of B A is not the product of the averages of A and B (decision 036). With `freeze_a`, A keeps its random
-    start values, and then the two are equal. Not promised: adapters other than LoRA."""
+    start values, and then both products are equal. Not promised: adapters other than LoRA."""
 
     path: ClassVar[str] = "inner.lora"
 

@@ -204,7 +204,7 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 def _range_fault(name: str, value: Any) -> str:
-    """Return the range in words for a number outside of it, else ""."""
+    """Return the range in words for a number outside the range, else ""."""
     if isinstance(value, float) and not isfinite(value):
         return "must be a finite number"
     words, holds = _RANGES.get(name, ("", lambda value: True))
@@ -231,9 +231,9 @@ def _check_generation(config: "InnerConfig") -> None:
     if "stop_strings" in given:
         raise InnerError(
             "inner.trl.generation_kwargs has stop_strings, for which `generate` needs the tokenizer, and TRL "
-            f"{TRL_VERSION} passes it none: every replica would end at its first rollout. Leave it out: a completion "
-            "ends at the tokens that the model's generation_config.json calls eos_token_id, a list if there are "
-            "several. With [inner.vllm], vLLM's own name is stop."
+            f"{TRL_VERSION} does not pass it: every replica would end at its first rollout. Leave stop_strings out: a "
+            "completion ends at the tokens that the model's generation_config.json calls eos_token_id, a list if "
+            "there are several. With [inner.vllm], vLLM's own name is stop."
         )
 
 
@@ -316,8 +316,8 @@ def _check_partners(config: "InnerConfig") -> None:
 
 
 def _check_aggregation(config: "InnerConfig") -> None:
-    """Refuse TRL's normalize_then_sum with another scale_rewards than "group", because it ignores scale_rewards, and
-    with a length penalty, because it scales the penalty up to the size of a reward."""
+    """Refuse TRL's normalize_then_sum with another scale_rewards than "group", because TRL then ignores scale_rewards,
+    and with a length penalty, because TRL then scales the penalty up to the size of a reward."""
     if config.trl.get("multi_objective_aggregation") != "normalize_then_sum":
         return
     scale = config.objective_settings["scale_rewards"]

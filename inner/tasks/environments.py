@@ -37,7 +37,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 
 
 def _dataset_of(environment: Any) -> Any:
-    """Return the training rows; of an environment that has only rows for evaluation, those."""
+    """Return the training rows, or the rows for evaluation if the environment has no others."""
     try:
         return environment.get_dataset()
     except ValueError:  # "dataset is not set"
@@ -45,7 +45,7 @@ def _dataset_of(environment: Any) -> Any:
 
 
 def open_environment(spec: TaskSpec) -> Any:
-    """Return the environment. Call this in the main thread: verifiers sets handlers of signals, and this undoes it."""
+    """Return the environment. Call this in the main thread: verifiers sets signal handlers; this restores them."""
     import verifiers  # pyright: ignore[reportMissingImports]
 
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}

@@ -46,7 +46,7 @@ HF_ONLINE = (
     "allow_internet, in task.toml). Use another provider, or leave the task out."
 )
 BUILDERS = ("modal", "e2b")  # providers that build a Dockerfile
-UNSUPPORTED = (  # setting of a table, the values that a box has anyway, and what others ask for
+UNSUPPORTED = (  # setting of a table, the values that a box has anyway, and what other values ask for
     ("steps", (None, []), "several instructions with a verifier each"),
     ("os", (None, "linux", "Linux"), "another operating system"),
     ("mcp_servers", (None, []), "tools of MCP servers"),
@@ -60,8 +60,8 @@ MACHINES = ("/usr", "/bin", "/lib", "/lib64")  # folders with the programs of a 
 class VerifierBox:
     """The verifier's own box.   artifacts: for each, its path in both boxes and the patterns that are left out.
 
-    image, folder, env, offline, programs, base, build, odd: as in HarborTask.
-    files: as in HarborTask; None: the files of the episode's box."""
+    image, folder, env, offline, programs, base, build, odd: these fields mean the same as in HarborTask.
+    files: the same as in HarborTask; None: the files of the episode's box."""
 
     image: str
     folder: str
@@ -79,7 +79,7 @@ class VerifierBox:
 class HarborTask:
     """One task.   files, tests: absolute path in the box -> base64.   agent_s, verifier_s: limits in seconds.
 
-    programs: paths of those that are executable.   env, verifier_env: variables of all commands, and of the verifier.
+    programs: paths of the executable files.   env, verifier_env: variables of all commands, and of the verifier.
     offline: whether its box has no network.   left_out: links that no box gets.
     apart: the verifier's own box; None: it judges in the episode's box.   tests: empty if that box has its own.
     base: the image that FROM names, for providers with images.   build: a tar with a Dockerfile for a provider that
@@ -151,7 +151,7 @@ def build_fault(provider: str, odd: str = "RUN …", *, of_verifier: bool = Fals
 
 
 def local_fault(image: str, paths: Iterable[str]) -> str:
-    """Return why no local box can hold such a task; "" if one can.   paths: its working folder and its files."""
+    """Return why no local box can hold such a task; "" if one can.   paths: the task's folder and files."""
     if image:
         return f"a local box has no images, and this task has {image!r}. Use another provider, or leave the image out."
     for path in paths:
@@ -284,7 +284,7 @@ def _refuse_unusable(folder: Path, image: str) -> None:
 def _read_apart(
     tables: dict[str, dict[str, Any]], folder: Path, image: str, first: tuple[str, str], seen: Seen
 ) -> tuple[VerifierBox | None, bool]:
-    """Return the verifier's own box, None if it has none, and whether that box has its own tests.
+    """Return the verifier's own box, None if it has none, and whether this box has its own tests.
 
     image: the verifiers' image for all tasks.   first: image and working folder of the episode's box."""
     verifier = tables["verifier"]

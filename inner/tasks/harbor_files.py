@@ -77,7 +77,7 @@ def working_folder(folder: Path) -> str:
 
 
 def _lines(folder: Path) -> list[list[str]]:
-    """Return the words of each instruction of a folder's Dockerfile; none without a Dockerfile.
+    """Return the words of each instruction of a folder's Dockerfile; no words without a Dockerfile.
 
     Lines that end with a backslash are joined.   Comments and the texts of heredocs are left out."""
     path = folder / "Dockerfile"
@@ -110,7 +110,7 @@ def _copied_files(folder: Path, lines: Iterable[list[str]], seen: Seen) -> dict[
 
 def _is_plain(first: str, *rest: str) -> bool:
     """Whether a line of a Dockerfile is understood without a build."""
-    odd = ("$", "\\", "**", "[!")  # characters for a shell, or that Go's patterns read otherwise than Python's
+    odd = ("$", "\\", "**", "[!")  # characters for a shell, or that patterns of Go and of Python read differently
     plain = not any(word.startswith(("-", "[", "'", '"')) or any(part in word for part in odd) for word in rest)
     words = {"FROM": (1, 3), "COPY": range(2, 1000), "WORKDIR": (1,)}.get(first.upper(), ())
     return plain and len(rest) in words
@@ -179,7 +179,7 @@ def pack(source: Path, target: str, *, root: Path, seen: Seen) -> dict[str, str]
 
 
 def _files_below(path: Path, roots: tuple[Path, Path], left: list[Path], *, linked: bool = False) -> Iterator[Path]:
-    """Yield the files below `path`, and those to which links lead; add links that lead elsewhere to `left`.
+    """Yield the files below `path`, and the files to which links lead; add links that lead elsewhere to `left`.
 
     roots: files must be below the first, folders below the second.   linked: a link led here, so no further link to a
     folder counts: such links may lead in a circle, or double with each level."""

@@ -38,5 +38,5 @@ def release_of(package: str) -> tuple[int, ...]:
 
 
 def has_tasksets() -> bool:
-    """Whether the installed verifiers has tasksets; an older one has environments with `load_environment`."""
+    """Whether the installed verifiers has tasksets; an older release has environments with `load_environment`."""
     return release_of("verifiers") >= (0, 4)

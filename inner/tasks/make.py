@@ -94,8 +94,8 @@ def take_rows(spec: TaskSpec, *, chat: bool, known: Iterable[str]) -> MadeRows:
     rows = [{**row, "task": replace(spec, acts=acts).to_json()} for row in rows]
     if not rows and left_out:
         raise InnerError(
-            f"all {left_out:,} rows that it makes are among the training prompts, so nothing is left to hold out. Give "
-            "the task options with more room, or set inner.data.task_size lower."
+            f"all {left_out:,} rows that the task makes are among the training prompts, so nothing is left to hold "
+            "out. Give the task options with more room, or set inner.data.task_size lower."
         )
     if not rows:
         raise InnerError("it makes no rows. Change its options, or choose another task.")
@@ -114,7 +114,7 @@ def _as_text(messages: list[dict[str, str]]) -> str:
 
 
 def _try_scorer(row: Mapping[str, Any]) -> None:
-    """Score two replies in an empty folder, because a replica's folder has no file that lies beside the run.toml."""
+    """Score two replies in an empty folder, because a replica's folder has none of the files beside the run.toml."""
     try:
         with tempfile.TemporaryDirectory(prefix="task-") as empty, chdir(empty):
             score_replies(["", "garbled"], [row["task"]] * 2, [row["entry"]] * 2)

@@ -27,7 +27,7 @@ PRICED = ("local", "hf")  # providers for which we know the price of a box
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The spec of a task's rows.   task: "PACKAGE:NAME".   version: of the package; "" until the rows exist."""
+    """The spec of a task's rows.   task: "PACKAGE:NAME".   version: the package's; "" until rows exist."""
 
     task: str
     size: int

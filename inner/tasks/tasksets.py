@@ -57,7 +57,7 @@ def make_rows(spec: TaskSpec) -> Iterator[dict[str, Any]]:
 def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list[float]]:
     """Return a function (replies, entries) -> one score each, which does not catch errors of a reward or a judge."""
     config = config_of(spec)  # loads no rows: files that `load` reads may be on another machine
-    _loaders().file_module.cache_clear()  # its keys are relative paths, and a scorer's trial has another folder
+    _loaders().file_module.cache_clear()  # the keys are relative paths, and a scorer's trial has another folder
     task_class = task_class_of(spec)
 
     async def score_all(replies: Sequence[str], entries: Sequence[str]) -> list[float]:
@@ -73,7 +73,7 @@ def open_scorer(spec: TaskSpec) -> Callable[[Sequence[str], Sequence[str]], list
 
 
 def _run(scoring: Coroutine[Any, Any, list[float]]) -> list[float]:
-    """Run the coroutine in this thread; in another if an event loop is already running, as in a notebook."""
+    """Run the coroutine in this thread, or in another thread if an event loop is already running (in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -240,7 +240,7 @@ def _acts(taskset: Any, task: Any) -> bool:
 
 
 def _is_plain(environment: Any) -> bool:
-    """Whether an environment has nothing of its own: one run of its agent."""
+    """Whether an environment only runs one agent once, and adds nothing to that."""
     from verifiers.v1 import SingleAgentEnv  # pyright: ignore[reportMissingImports]
 
     return environment is SingleAgentEnv

@@ -10,7 +10,7 @@
 The longest prompts come first. After PROMPTS_S the check stops; the note says how many prompts it left out.
 
 Not promised: that generation fits in memory, or that the template accepts an environment's messages, which only a
-rollout has.
+rollout receives.
 """
 
 import json
@@ -49,7 +49,7 @@ Spelling = str | list[str] | None
 
 @dataclass(frozen=True)
 class DryRun:
-    """Result of a dry run.   refused: why no replica could train.   note: which checks were left out."""
+    """Result of a dry run.   refused: why no replica could train.   note: the checks that were left out."""
 
     refused: str = ""
     note: str = ""

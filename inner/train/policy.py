@@ -40,7 +40,7 @@ class PolicyTrainer(GenerationTrainer):
         self._theta = theta
 
     def report_to(self, host: "Host") -> None:
-        """Ignore the host: the only user code here is the rewards, and RewardCalls reports their errors."""
+        """Ignore the host: the only user code here is rewards, whose errors RewardCalls reports."""
 
     def _committed_step(self) -> int:
         return self.state.global_step if self._step_of_run is None else self._step_of_run()

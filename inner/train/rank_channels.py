@@ -5,7 +5,7 @@
     loss        each rank divides by its own rollouts, its own pairs, or the mean of all ranks' tokens
                 gradients are averaged over the ranks, so the sum is divided by the number of all
     pairs       micro-batch m of rank r takes entries P·(K·m + r) … + P - 1 of the order that one process reads
-    teacher     its weights change on all ranks at once: "ema" in each step, others if any rank has a lesson
+    teacher     its weights change on all ranks at once: "ema" in each step, other teachers if any rank has a lesson
 
     ranks with lessons   │ teacher's forward │ student's logits │ loss
     a rank without any   │ the same on one token                │ 0 · loss      so all ranks gather and reduce alike

@@ -7,7 +7,7 @@
 A slot of K ranks reads the same prompts, in the same order, as one rank with K times the batch.  Each rank draws noise
 from its own seed, so the completions differ from the completions of one rank.
 
-If only one rank knows a fact (a failed reward, a completion that broke a judge), it tells the others before they act.
+If only one rank knows a fact (a failed reward, a completion that broke a judge), it tells all ranks before they act.
 
 rank_channels.py has [inner.sdpo], [inner.replay] and [inner.process]; it is imported only if a run uses them.
 

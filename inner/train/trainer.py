@@ -8,12 +8,12 @@
     student   GRPO's own forward: a hook takes its backbone output, so the student needs no second one
     replay    pairs (prompt, chosen, rejected) one forward, with gradient
 
-context = "hint" is the method of Cursor's Composer (a hint at the failed turn, a loss beside that of RL), with the
+context = "hint" is the method of Cursor's Composer (a hint at the failed turn, a loss beside RL's loss), with the
 divergence of OPSD. "rollout" is the method of the SDPO paper: it scores whole responses again, and replaces the policy
 gradient (policy_weight = 0).
 
 With α = β = 0, loss and gradients are TRL's, bit for bit, with no extra forward. A term without tokens or pairs in a
-batch runs no forward: it is a 0 that is connected to the graph.
+batch runs no forward: the term is a 0 that is connected to the graph.
 
 Not promised: several ranks (rank_channels.py); vision models; that a good α is also good for another `sdpo_jsd_beta`.
 """

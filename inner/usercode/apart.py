@@ -109,7 +109,7 @@ class _Process:
         return changed
 
     def _tell(self, what: str, changed: list[str]) -> None:
-        """Note those changes by this part of the user's code that were not noted before."""
+        """Note the changes by this part of the user's code that were not noted before."""
         new = [name for name in changed if f"{what} {name}" not in self.told]
         self.told |= {f"{what} {name}" for name in new}
         if new:
@@ -125,7 +125,7 @@ _PROCESS = _Process()
 @contextmanager
 def apart(file: Path, what: str, *, draws: bool = False) -> Iterator[None]:
     """Run the block apart from training.   what: the code's name in notes.   draws: it has the rewards' own random
-    state; else it begins with the trainer's state, like a newly loaded file."""
+    state; else the code begins with the trainer's state, like a newly loaded file."""
     _PROCESS.enter(file, draws=draws)
     try:
         yield
@@ -183,7 +183,7 @@ def begin_session() -> None:
 def own_numbers_kept() -> Iterator[None]:
     """Let the user's code begin with the state around it, as in a new session. Afterwards restore its random numbers.
 
-    An evaluation uses this, so that a run with evaluations gets the same rewards as a run without."""
+    An evaluation uses this, so a run with evaluations gets the same rewards as a run without them."""
     before, _PROCESS.own = _PROCESS.own, None
     try:
         yield

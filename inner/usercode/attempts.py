@@ -6,8 +6,8 @@
 
     plan_attempts() ── Ask(rows) ──▶ caller ── Values | Failure ──▶ plan_attempts() ── … ──▶ Scored
 
-A completion is blamed (decision 065) in three cases. It failed alone in the last try, not by a connection error, and
-another completion got a number after it. Its value is not a number, while other completions have numbers. Its reward is
+A completion is blamed (decision 065) in three cases. It failed alone in the last try, not by a connection error, and a
+later completion got a number. Its value is not a number, while other completions have numbers. Its reward is
 an AtMostWorst. If the last try ends with failures, we score a completion with a number again, to test the reward.
 
 Not promised: right values of a reward that compares completions: after a failure it sees only a part of the batch. A
@@ -23,7 +23,7 @@ from inner.usercode.deadline import TimedOut
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-HUNG_IN_A_ROW = 3  # this many single completions that hang in a row end the last try
+HUNG_IN_A_ROW = 3  # if so many single completions hang in a row, the last try ends
 LARGEST = 1e18  # largest reward: the variance of larger ones overflows float32
 NOTE_CHARS = 160  # characters of an error in a heartbeat's note
 
@@ -172,6 +172,6 @@ def read_values(answer: Any, expected: int) -> Values:
 
 
 def rows_of(columns: Mapping[str, Any], rows: Rows, completions: int) -> dict[str, Any]:
-    """Select completions in TRL's keyword arguments: lists with one entry per completion are cut, others stay."""
+    """Select completions in TRL's keyword arguments: lists with one entry per completion are cut, other values stay."""
     per_completion = {n for n, value in columns.items() if isinstance(value, list) and len(value) == completions}
     return {n: [value[i] for i in rows] if n in per_completion else value for n, value in columns.items()}

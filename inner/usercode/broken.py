@@ -10,7 +10,7 @@
 
 Siblings must differ: if all of them are right, their worst reward would not punish the completion that broke its judge.
 
-Not promised: that a completion is to blame; inner/usercode/attempts.py infers that from the results of the others.
+Not promised: that a completion is to blame; inner/usercode/attempts.py infers the blame from the results of the others.
 """
 
 import torch

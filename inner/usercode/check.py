@@ -48,7 +48,7 @@ LIMIT_S = 120.0  # a judge's model may be loaded meanwhile
 def check_inner(config: InnerConfig, files: Files, *, steps: int | None = None, limit_s: float = LIMIT_S) -> None:
     """Raise InnerError for the first file or setting that cannot work.   steps: the run's inner steps, for rewards.
 
-    limit_s: the user's code is interrupted after it, and stderr says so; the replicas call it with their own limits.
+    limit_s: seconds after which the user's code is interrupted, and stderr says so; replicas use limits of their own.
     """
     START.max_steps = steps or START.max_steps
     try:
@@ -87,7 +87,7 @@ def _check_files(config: InnerConfig, files: Files) -> None:
 
 
 def load_agent(config: InnerConfig, files: Files) -> Callable[..., Any] | None:
-    """Return the user's agent, or None.   Raises InnerError if it cannot be called with a row and a model."""
+    """Return the user's agent, or None.   Raises InnerError if the agent cannot be called with a row and a model."""
     if (spelling := config.sampling.agent) is None:
         return None
     agent = load_object("agent", spelling, files)
@@ -131,11 +131,11 @@ def lost_tools_warning(config: InnerConfig, files: Files) -> str:
     lost = lost_tools(environment)
     words = ", ".join(f"{name} (a {kind})" for name, kind in lost.items())
     where = f"warning: environment {config.sampling.environment}: the model does not get {words} as a tool"
-    return f"{where}. Write a plain method, which may call it, or begin its name with _" if lost else ""
+    return f"{where}. Write a plain method, which may call that one, or begin that one's name with _" if lost else ""
 
 
 def check_world(config: InnerConfig, rows: Sequence[dict[str, Any]], environment: type | None) -> None:
-    """Raise InnerError if the rows lack a column that ToolWorld's own reward or tools read, and these are used."""
+    """Raise InnerError if the rows lack a column that ToolWorld's own reward or tools read, and a run uses them."""
     if config.model != "toolworld" or config.data.source is None or config.sampling.boxes or not rows:
         return
     is_scored = bool(config.rewards.lines or config.scoring_task) or hasattr(environment, "get_reward")

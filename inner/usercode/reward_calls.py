@@ -270,7 +270,7 @@ class RewardCalls:
 
 
 class _Call:
-    """One call of the user's function. Metrics that it logs for a whole batch reach TRL only after it has returned."""
+    """One call of the user's function. TRL gets the metrics that the function logs only after its end."""
 
     def __init__(self, reward: Any, columns: Mapping[str, Any], step: Ask) -> None:
         self._reward = reward

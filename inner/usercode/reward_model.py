@@ -38,7 +38,7 @@ def pin_reward_model(spelling: str) -> str:
 
 
 def load_reward_model(spelling: str) -> Callable[..., list[float]]:
-    """Return a reward function on this machine's accelerator; its name is the one in logs.   Raises HubError."""
+    """Return a reward function on this machine's accelerator; its name is the name in logs.   Raises HubError."""
     name, commit = reward_model_parts(spelling)
     return make_reward(fetch_snapshot(name, commit), reward_name(spelling))
 
@@ -94,8 +94,8 @@ def _check_head(config: dict[str, Any], what: str) -> None:
     kinds = ", ".join(config.get("architectures") or ["nothing that its config.json names"])
     if _HEAD not in kinds:
         raise InnerError(
-            f"{what} is {kinds}, which gives no score. A reward model is a …{_HEAD} with one label; ask a judge of "
-            'another kind from a function of your own ("file.py:function").'
+            f"{what} is {kinds}, which gives no score. A reward model is a …{_HEAD} with one label; to use a judge "
+            'of another kind, call it in a function of your own ("file.py:function").'
         )
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or _DEFAULT_LABELS
     if labels != 1:

@@ -4,7 +4,7 @@
     an error of the user's code ──▶ next_step: a file or a module that the run lacks, a notebook's magic, or the line
 
 A reward may come from TRL (an environment's get_reward), from this project (a task, a reward model), or from a package.
-The line to correct is then the last one that was running outside of all packages.
+The line to correct is then the last line that was running outside of all packages.
 
 Not promised: the line of the user's code, if the error did not come from the user's file; that the advice fits if the
 code raised an error in place of another error.
@@ -40,7 +40,7 @@ def failure_text(name: str, scored: Scored, *, tries: int, batches: int) -> str:
 
 
 def silent_text(generations: int, names: Sequence[str]) -> str:
-    """Return the error of a session whose rewards were None or failed for so many generations in a row."""
+    """Return the error of a session without any reward (None, or failed) for `generations` in a row."""
     return (
         f"{generations} generations in a row gave no reward: every reward ({', '.join(names)}) was None or failed "
         "(reward_failed in the log). None teaches nothing.\n"
@@ -60,7 +60,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
         f"{shown}\n"
         "  This session ends. In a run without any outer step, its slot is started again at once, and twice at most;\n"
         "  in any other run, after 1, 4, 16, 30 and 30 minutes, and the sixth such end in a row ends the run.\n"
-        "  If the reward was away and is back: `diloco resume RUN` continues from the last commit.\n"
+        "  If the reward's service was down and is up again: `diloco resume RUN` continues from the last commit.\n"
         "  A run keeps its files. To use a corrected file: `diloco train CONFIG --run RUN --again` if RUN has no outer "
         "step;\n  else another --run.\n"
         "  More patience: inner.rewards.retries, inner.rewards.timeout_s."
@@ -68,7 +68,7 @@ def explain_end(name: str, reward: Any, scored: Scored, *, batches: int) -> str:
 
 
 def _file_of(reward: Any) -> Path | None:
-    """Return the user's file that defines the reward; None if a package defines it, or an object is the reward."""
+    """Return the user's file that defines the reward; None for a package's reward and a reward that is an object."""
     try:
         file = inspect.getfile(inspect.unwrap(reward))
     except TypeError:
@@ -109,7 +109,7 @@ def _brief(file: str) -> str:
 
 
 def next_step(error: BaseException, path: Path, line: str) -> str:
-    """Return the next thing to do.   path: the user's file.   line: its last line that was running."""
+    """Return the next thing to do.   path: the user's file.   line: the last line of it that ran."""
     if isinstance(error, FileNotFoundError) and (name := _left_behind(error, path)):
         return (
             f"a run carries code only, not {name}: write its values into a .py module that {path.name} imports, or "

@@ -164,7 +164,7 @@ def run_trial(config: InnerConfig, files: Files, *, rows: int, given: Sequence[s
 
 
 def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, Any]], tokenizer: Any, room: int) -> str:
-    """Return a warning if some rows' best answers have more than `room` tokens, the most of a completion; else ""."""
+    """Return a warning if some rows' best answers have more than `room` tokens, a completion's limit; else ""."""
     best = [_best_sources(trial) for trial in trials]
     column = next((name for name in best[0] if all(name in sources for sources in best)), None) if best else None
     texts = [str(row[column]) for row in prompts[:MOST_PROMPTS] if column in row] if column is not None else []
@@ -179,7 +179,7 @@ def cut_answers(trials: Sequence[PromptTrial], prompts: Sequence[Mapping[str, An
 
 
 def _best_sources(trial: PromptTrial) -> list[str]:
-    """Return the columns with the prompt's highest reward, if it is above 0 and above the empty text's."""
+    """Return the columns with the prompt's highest reward, if that is above 0 and above the empty text's reward."""
     known = {scored.source: scored.reward for scored in trial.scored if scored.reward is not None}
     best = max(known.values(), default=0.0)
     columns = [name for name, reward in known.items() if name not in ("empty", "given") and reward == best]
@@ -195,7 +195,7 @@ def _tokenizer_of(config: InnerConfig) -> Any:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
-    """Load the run's tokenizer. For a model on the Hub, it reads or downloads only small files."""
+    """Load the run's tokenizer. For a model on the Hub, this reads or downloads only small files."""
     from transformers import AutoTokenizer
 
     path = Path(name)

@@ -164,8 +164,8 @@ def _form_advice(error: Exception, completions: list[Any]) -> str:
     what, texts = str(error), bool(completions) and isinstance(completions[0], str)
     if texts and "string ind" in what:  # "… indices must be integers", "… index out of range"
         return (
-            "\n  completions are texts here, because the prompts are texts: use each as it is, or set "
-            "inner.data.system, with which both are chats"
+            "\n  completions are texts here, because the prompts are texts: use each as it is. Or set "
+            "inner.data.system: then prompts and completions are chats"
         )
     if not texts and any(w in what for w in ("'list' object", "got 'list'", "list indices")):
         return (
@@ -248,7 +248,7 @@ def tool_names(environment: type) -> list[str]:
 
 
 def lost_tools(environment: type) -> dict[str, str]:
-    """Return public name -> kind of the methods that TRL's rule leaves out, such as one below @lru_cache."""
+    """Return public name -> kind of the methods that TRL's rule leaves out, such as a method below @lru_cache."""
     kinds = (classmethod, partialmethod, singledispatchmethod, type(lru_cache(bool)))
     static = {name: inspect.getattr_static(environment, name) for name in dir(environment) if not name.startswith("_")}
     return {name: type(found).__name__.strip("_") for name, found in static.items() if isinstance(found, kinds)}

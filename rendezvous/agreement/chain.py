@@ -6,8 +6,8 @@ A reader goes from t to t+1 by GET and never by LIST, so it cannot skip a gap.
 
 The store may lose commits while a replica runs: it is emptied, another store is mounted in its place, or a disk is
 gone. So a replica that is about to write commit t reads its *anchors*, the commits t−1 and t−2, again and compares
-their digests with those that it remembers.  The store can also be replaced after the replica has read the anchors and
-before it writes commit t.  Then the next closer finds commit t−1 without t−2; that is why there are two anchors.
+their digests with the digests that it remembers.  The store can also be replaced after the replica has read the anchors
+and before it writes commit t.  Then the next closer finds commit t−1 without t−2; that is why there are two anchors.
 """
 
 from rendezvous import layout
@@ -90,7 +90,7 @@ class Chain:
         return self._commits.get(t)
 
     def commit_digest(self, t: int) -> str | None:
-        """Return the digest of commit t's bytes; None if this replica does not know it, as for t = −1."""
+        """Return the digest of commit t's bytes; None if this replica does not know the commit, as for t = −1."""
         return self._digests.get(t)
 
     def fence_before(self, t: int) -> dict[str, int]:
@@ -98,7 +98,7 @@ class Chain:
         return self._commits[t - 1].fence if t else {}
 
     def recent_commits(self, t: int, count: int) -> list[Commit]:
-        """Return those of the commits t−1, …, t−count that this replica knows, the newest first."""
+        """Return the commits among t−1, …, t−count that this replica knows, the newest first."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
 
 

@@ -10,8 +10,8 @@
                          │ yes
                     put_once commit.json: fresh and late offers, weights, fence, pace
 
-Every replica looks for offers as soon as its own is durable; the last one finds all others, and closes the step.
-Before that, three replicas lead (rules.commit_rank): they look again when the decision may have changed
+Every replica looks for offers as soon as its own offer is durable; the last replica finds all other offers, and closes
+the step. Before that, three replicas lead (rules.commit_rank): they look again when the decision may have changed
 (rules.resolved_in).  All others send one LIST; if more than `FEW` offers are missing, they only poll commit.json for
 some time.  A LIST may be out of date, so a closer reads every absent offer by GET.  put_once lets one closer win.
 
@@ -60,7 +60,7 @@ class Committer:
         return self.offers.step
 
     def try_to_commit(self, wait: StepWait, snapshot: int) -> str:
-        """Close the step if the rules allow it.   Return why it stays open, or "" when its commit is written.
+        """Close the step if the rules allow it.   Return why the step stays open, or "" when its commit is written.
 
         snapshot: step of the newest known snapshot.
         """
@@ -218,7 +218,7 @@ class Committer:
         return times[missing - 1] if missing > 0 else max(times, default=0.0)
 
     def _check_wanted(self, wanted: Wanted) -> str:
-        """Read new control records; return "" if there are none, else a reason not to close now.
+        """Read new control records; return "" if there are no new records, else a reason not to close now.
 
         A commit follows every control record that was durable before its closer looked.
         """

@@ -1,4 +1,4 @@
-"""Control records were lost: what the records that are left, claims and commits tell.
+"""Control records were lost: the facts that claims, commits and the remaining records tell.
 
 Not promised: that a loss is noticed; a lost record may have changed nothing that is left.
 """

@@ -4,13 +4,13 @@
     beat      alive/{slot}.json, overwritten; it shows a living replica only while its counter changes
     control   control/000000, 000001, …  read in order; each record overrides parts of the desired state
 
-`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated one.  The parts of
-a tick are independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any
+`Membership.tick` is one turn of a loop that runs beside the training, in a thread or in a simulated thread.  The parts
+of a tick are independent.  A part that ends in an error of the store is skipped: beats are only hints.  A part with any
 other error is reported and tried again.  If a part fails too often, `tick` raises HeartbeatLost and the replica ends.
 Every tick writes a beat.  The other requests are rare, because a cloud store bills each one:
 
     control       every 2 beats: a stop may wait that long
-    successor     every 4 beats, about `dead_after`: no supervisor launches one sooner
+    successor     every 4 beats, about `dead_after`: no supervisor launches a successor sooner
     commit        while training: often once the step may be decided (rules.may_be_decided), rarely before
     other beats   while starting, and in steps 0 and 1: all.  Later only the slots for which a step waits, and,
                   once per step, the slots that may still need this replica's last body (`owed`)
@@ -34,12 +34,12 @@ from rendezvous.errors import Fenced, HeartbeatLost, RecordsLost, RendezvousErro
 from rendezvous.records.records import Beat, Claim, Control, Leave, Offer, Spent, decode_or_none, new_nonce
 from rendezvous.store import Readable, Store, put_once
 
-CONTROL_BEATS = 2  # a replica reads a stop, a drain or a new lease of the budget within so many beats
+CONTROL_BEATS = 2  # the number of beats within which a replica reads a stop, a drain or a new lease of the budget
 SUCCESSOR_BEATS = 4  # no supervisor launches a successor before this slot has been silent for so many beats
 MOST_AT_ONCE = 64  # numbered records in one round of requests
 REQUESTS = 8  # requests that a process makes, one after the other, between two heartbeats
 NOTE = 1000  # at most so many characters of a heartbeat's note
-JITTER = 0.8  # look again after this part of a period, not after all of it: a sleep may end a little early
+JITTER = 0.8  # look again after this part of a period, not after the whole period: a sleep may end a little early
 
 # A control record may contain some of these settings, and overrides them.
 FOLDED = (
@@ -56,7 +56,7 @@ class Wanted:
     guests: slots whose replicas you start yourself: they take part, and no supervisor restarts them.
     actors: the number of actors to keep (diloco/actor/).   most_actors: the largest `actors` of any record.
     former: places that earlier records named.   highest_quorum: the largest `min_replicas` of any record.
-    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: as in Control.
+    places, max_usd, max_hours, allow_unknown_price, until, keep, spent: the same as in Control.
     """
 
     replicas: int = 0
@@ -155,9 +155,9 @@ def read_control(store: Readable, wanted: Wanted | None = None) -> Wanted:
 
 
 def _numbered_objects(store: Readable, key_of: Callable[[int], str], first: int) -> Iterator[bytes]:
-    """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing one.
+    """Yield the objects under key_of(first), key_of(first + 1), …, up to the first missing object.
 
-    A run of weeks has thousands of objects, so where requests are slow, each round asks for twice as many as the last.
+    A run of weeks has thousands of objects, so where requests are slow, each round asks for twice as many.
     """
     count, together = 1, together_on(store)
     while True:
@@ -182,8 +182,8 @@ def refuse_lost(store: Readable, wanted: Wanted) -> None:
 
     A later control record proves a gap; a committed step proves that there was a first record.  Any other object proves
     nothing, because any writer may have put it there.  LIST may be out of date.  The later records may also have been
-    written since `wanted` was read.  Records are written in order, so the missing one is read again, after the others.
-    Records of `wanted` may have vanished since: those that LIST does not show are read again, too.
+    written since `wanted` was read.  Records are written in order, so the missing record is read again, after the
+    others. Records of `wanted` may have vanished since: records that LIST does not show are read again, too.
     """
     numbers = _control_numbers(store)
     later = controls_above(store, wanted.records, numbers)
@@ -203,7 +203,7 @@ def _control_numbers(store: Readable) -> list[int]:
 
 
 def controls_above(store: Readable, n: int, numbers: Iterable[int] | None = None) -> list[Control]:
-    """Return the control records above n, in order; those that LIST does not show are missing.   numbers: its answer"""
+    """Return the control records above n, in order, except records that LIST does not show.   numbers: LIST's answer"""
     above = [m for m in (_control_numbers(store) if numbers is None else numbers) if m > n]
     found = [(m, decode_or_none(Control, store.get(layout.control_key(m)))) for m in above]
     return [control for m, control in found if control is not None and control.n == m]
@@ -254,7 +254,7 @@ def newest_claim(store: Readable, slot: str) -> Claim | None:
 
 
 def read_claim(store: Readable, slot: str, generation: int) -> Claim | None:
-    """Return the claim of this generation of the slot, or None without it."""
+    """Return the claim of this generation of the slot, or None without such a claim."""
     return _claim_in(store.get(layout.claim_key(slot, generation)), slot, generation)
 
 
@@ -428,7 +428,7 @@ class Membership:
             self._done_at[name] = now
 
     def _beat(self) -> None:
-        with self._beating:  # else a beat of `tick` may be late, and overwrite the last one
+        with self._beating:  # else a beat of `tick` may be late, and overwrite the last beat
             self._beats += 1
             note = self.status.note[:NOTE].encode(errors="replace").decode()  # a note may be from user code
             beat = Beat(
@@ -519,14 +519,14 @@ def refuse_lost_claim(store: Readable, mine: "Membership") -> None:
     found = _claim_in(body, mine.slot, mine.generation)
     if body is None or (found is not None and (found.host, found.pid) != (mine.host, mine.pid)):
         raise RecordsLost(
-            f"{store.url}/{key}, which this replica wrote, is {'gone' if body is None else 'the claim of another'}: "
-            "the store was emptied, or swapped for another. Nothing was committed there. If the run was deleted, it "
-            "has ended; start a new one"
+            f"{store.url}/{key}, which this replica wrote, is "
+            f"{'gone' if body is None else 'the claim of another process'}: the store was emptied, or swapped for "
+            "another. Nothing was committed there. If the run was deleted, it has ended; start a new one"
         )
 
 
 def read_beat(store: Readable, slot: str) -> Beat | None:
-    """Return a slot's present heartbeat; None without one, or if the object is not this slot's heartbeat."""
+    """Return a slot's present heartbeat; None without an object, or if that is not this slot's heartbeat."""
     beat = decode_or_none(Beat, store.get(layout.beat_key(slot)))
     return beat if beat is not None and beat.slot == slot else None
 
@@ -534,7 +534,7 @@ def read_beat(store: Readable, slot: str) -> Beat | None:
 def updated_peer(
     old: Peer | None, beat: Beat, read: tuple[float, float], period: float, untrusted_generation: int = 0
 ) -> Peer:
-    """Return the new observation of a peer: `old` is the one before it, `beat` the heartbeat just read.
+    """Return the new observation of a peer: `old` is the observation before it, `beat` the heartbeat just read.
 
     read: (seconds awake, wall clock) of the observer before it read the beat.   period: seconds between two beats.
     Older beats are ignored: a fenced process writes to the same key as its successor, and any writer may restore an old

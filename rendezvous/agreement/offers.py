@@ -6,9 +6,9 @@
        ├─ not eligible: it started from another θ than the chain's, or an earlier commit fenced its generation
        └─ eligible: an eligible offer never changes, so it is read once
 
-The chain alone decides which record is eligible, so all replicas find the same one.  The attempt number (.0, .1, …)
-lets a generation offer although its predecessor left a record that does not count; with one write-once key per slot it
-could not.
+The chain alone decides which record is eligible, so all replicas find the same record.  The attempt number (.0, .1, …)
+lets a generation offer although its predecessor left a record that does not count; with one write-once key per slot, it
+could not offer.
 
 Not promised: that an unknown offer does not exist.  Only a new GET shows whether it exists.
 """
@@ -70,7 +70,7 @@ class OfferBook:
     def announce(self, mine: Offer) -> Offer:
         """Write this replica's offer under the first free attempt number, and return the slot's offer that counts.
 
-        If an earlier generation has an eligible offer, return that one: this replica's offer will then never count.
+        If an earlier generation has an eligible offer, return that offer: this replica's offer will then never count.
         """
         body = mine.encode()
         attempt = 0

@@ -36,8 +36,8 @@ class Rules:
     """The rules that all replicas of a run share, stored in run.json.
 
     fragments: F, the number of fragments.   sync_every: H, inner steps in a full pseudogradient.
-    max_carry: the number of syncs of its fragment for which a late offer may wait for a commit.
-    age_discount: γ, its weight's factor per such sync.   snapshot_every: outer steps between two snapshots.
+    max_carry: for so many syncs of its fragment, a late offer may wait for a commit.
+    age_discount: γ, a late weight's factor per sync.   snapshot_every: outer steps between two snapshots.
     codec: the format of pseudogradients (rendezvous/codecs).   weighting: how an offer's weight is computed.
     norm_gate: the limit of `norm_factors`, 0 for none.
     sync_seconds: a sync is due after so many seconds even if inner steps are missing; 0 for never.
@@ -84,7 +84,7 @@ class Peer:
 
     silent: seconds since the beat's counter last changed, without the observer's own pauses.   still: the same for
     (step, inner).   late: seconds by which a slow store may delay a beat and its read.   untrusted_generation: a
-    generation that offered although its beat had stopped; its beats are never trusted again.
+    generation that offered although its beat had stopped; we never trust its beats again.
     read: (seconds awake, wall clock) of the observer when it read the beat.
     """
 
@@ -194,10 +194,10 @@ def norm_factors(offers: Sequence[Listed], limit: float) -> list[float]:
 
     typical    the larger of two: the median norm, and the median norm per inner step times the offer's h.  So neither
                a short nor a long round is an outlier
-    zeros      zero pseudogradients are left out of the medians.  With fewer than three others all factors are 1: there
-               are too few to find an outlier
+    zeros      zero pseudogradients are left out of the medians.  With fewer than three other offers all factors are 1:
+               there are too few to find an outlier
     small      a norm below `limit` × 1 % of ‖θ‖ is never an outlier.  If rewards are rare, most pseudogradients are
-               almost zero, and the long one comes from the replica that learned
+               almost zero, and the long pseudogradient comes from the replica that learned
     """
     moving = [o for o in offers if o.norm > 0]
     if limit <= 0 or len(moving) < 3:
@@ -219,7 +219,7 @@ def patience_s(tooks: Iterable[float], poll: float) -> float:
 def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
     """Return the seconds of a full round, by the slowest replica of the fastest quarter.
 
-    So one unusually fast replica of five does not shorten the rounds of the others.  Zero pseudogradients are left
+    So one unusually fast replica of five does not shorten the other replicas' rounds.  Zero pseudogradients are left
     out, unless all are zero: they do not show how long training takes.
     """
     offers = [*fresh]
@@ -228,9 +228,9 @@ def step_pace(fresh: Iterable[Offer], sync_every: int) -> float:
 
 
 def first_cap(t: int, peers: Iterable[Peer], rules: Rules, dead_after: float) -> int:
-    """Return the inner steps for a replica that joins during step t: the median of the others' remaining steps.
+    """Return the inner steps for a replica that joins during step t: the median of the other replicas' remaining steps.
 
-    In a full round, it would keep all others waiting for most of a step.  At t = 0, all replicas do a full round.
+    In a full round, it would keep the others waiting most of a step.  At t = 0, all replicas do a full round.
     """
     round_steps = max(1, rules.sync_every // rules.fragments)
     there = [p for p in peers if p.is_beating(dead_after) and p.beat.step == t and p.beat.phase not in STARTING]

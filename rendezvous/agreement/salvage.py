@@ -1,6 +1,6 @@
 """Reads a run whose control records were lost: control/000000 is gone, or is no record.
 
-No replica joins such a run, and no other record is written (membership.py: RecordsLost), but for a stop (stop.py).
+No replica joins such a run, and no other record is written (membership.py: RecordsLost), except a stop (stop.py).
 
 Not promised: that `read_standing_control` knows all rented machines; a record that named their places may be lost.
 """

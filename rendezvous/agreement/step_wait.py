@@ -8,7 +8,7 @@ The pause between two polls grows with the wait, and is short again around the t
 the shorter duration of the last two steps.
 
 Not promised: wall-clock time.  Time in which the process was suspended does not count as waiting; otherwise a resumed
-replica would think that the others are late.
+replica would take the others for late.
 """
 
 from rendezvous.agreement.rules import ROUNDS, Timing
@@ -48,7 +48,7 @@ class StepTimes:
         self._lasted = [*self._lasted[-1:], self.took]
 
     def due_in(self) -> float:
-        """Return the seconds until the decision if this step is as long as the shorter of the last two; 0: unknown."""
+        """Return the seconds until the decision if this step is as long as the shorter of two; 0: unknown."""
         return max(0.0, self.began + min(self._lasted, default=0.0) - self._clock.now())
 
 
@@ -78,7 +78,7 @@ class StepWait:
     def pause_s(self) -> float:
         """Seconds to the next poll: an eighth of the wait, at most 4 · poll, so that few requests add little delay.
 
-        If the time of the decision is known: half of the remaining time, and after it a sixteenth of the wait.
+        If the time of the decision is known: half of the remaining time, and after that time a sixteenth of the wait.
         """
         poll = self._timing.poll
         often = self.idle / 16 if self._due > 0 else self.idle / 8

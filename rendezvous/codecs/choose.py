@@ -51,7 +51,7 @@ _FORESEEABLE = tuple(name for name in NAMES if name != "bf16-gate")
 def nominal_ratio(name: str) -> float:
     """Return the fp32 bytes per sent byte.
 
-    For bf16-gate this depends on the run; the value is the published one of PULSELoCo at lr 3e-6.
+    For bf16-gate this depends on the run; we return PULSELoCo's published value for lr 3e-6.
     """
     return _TRAITS[name].ratio
 

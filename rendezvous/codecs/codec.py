@@ -18,7 +18,7 @@ class Codec(Protocol):
 
     align: number of elements that are encoded together; shards are cut at its multiples.
     exact: whether every body of n elements has max_body_size(n) bytes; only then byte_range works.
-    ages: whether it needs, beside the residual, the number of rounds that each element has waited.
+    ages: whether the codec needs, beside the residual, the number of rounds that each element has waited.
     """
 
     name: str

@@ -240,7 +240,7 @@ def tensor_of(array: np.ndarray) -> Tensor:
 def flat_tensor(array: Array, what: str, like: Tensor | None = None) -> Tensor:
     """Return a flat, contiguous fp32 tensor over the same memory.
 
-    Raise BadDelta if it is not such a vector, or if its length or device differs from `like`.
+    Raise BadDelta if the array is no such vector, or if its length or device differs from `like`.
     """
     contiguous = array.flags.c_contiguous if isinstance(array, np.ndarray) else array.is_contiguous()
     if array.dtype not in (np.float32, torch.float32) or array.ndim != 1 or not contiguous:

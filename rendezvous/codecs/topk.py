@@ -10,7 +10,7 @@
     entry = place in the column (6 bits) | negative (1) | high (1)
 
 The kept elements are split at their mean magnitude: `low` and `high` are the mean magnitudes below and above it.  If
-fewer than 384 of them are nonzero, `low` is 0, and all nonzero ones have the magnitude `high`.
+fewer than 384 of them are nonzero, `low` is 0, and all nonzero elements have the magnitude `high`.
 
 SparseLoCo keeps 64 of 4096 elements, and multiplies the residual by 0.95 each round.  Here chunks have 64 elements, so
 a place takes 6 bits instead of 12, and the same bytes hold almost twice as many entries.
@@ -21,8 +21,8 @@ sent: gain(a) = (a/2)/(1 − 2⁻ᵃ) after a rounds.  The gain is 1 for an elem
 gain(8) = 4, because it also amplifies old values and noise.  Measured in docs/benchmarks.md.  A residual without ages
 is multiplied by 0.95.
 
-Among equal magnitudes torch chooses the one to keep, and may choose differently on another machine.  Decoding gives the
-same values everywhere.
+Among equal magnitudes torch chooses which one to keep, and may choose differently on another machine.  Decoding gives
+the same values everywhere.
 
 Not promised: good training without a residual and ages; the published runs, and ours, become visibly worse.
 """
@@ -37,7 +37,7 @@ from rendezvous.errors import Corrupt
 _CHUNK = 64
 _CHUNKS = 128
 _KEPT = 3
-_FORGETS, _LONGEST = 0.5, 8  # factor per round of a residual with ages; after so many rounds the gain is constant
+_FORGETS, _LONGEST = 0.5, 8  # factor per round of a residual with ages; rounds after which the gain is constant
 _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 

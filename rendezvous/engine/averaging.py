@@ -1,4 +1,4 @@
-"""The mean of a commit, for a running replica: it waits for a bad body, and repairs its own bodies for the others.
+"""The mean of a commit, for a running replica: it waits for a bad body, and repairs its own bodies for other replicas.
 
     listed bodies ──▶ Reducer ──▶ mean                                 direct
                       ShardedMean: our part ─▶ others' parts ─▶ mean   sharded
@@ -43,7 +43,7 @@ class Averager:
     """One replica's means.
 
     check_before_pause(): raises if the replica must leave instead of waiting.
-    refuse_lost(): raises RecordsLost if the run's store was replaced; a missing body would never appear in the new one.
+    refuse_lost(): raises RecordsLost if the run's store was replaced; a missing body would never appear there.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""The end of a replica: within its grace period it offers its work and writes the blobs that others need.
+"""The end of a replica: within its grace period it offers its work and writes the blobs that other replicas need.
 
     asked ─ inner step ends ─▶ offer the work ──▶ own blobs ─▶ residual, baggage ─▶ leave/{slot}-{g}.json ─▶ θ_T
                             └────────────────────────── grace ────────────────────────┘
@@ -11,7 +11,7 @@ The leave record names a file with the codec's residual and the owner's baggage,
 slot reads (residuals.py).  The owner is the engine's caller; its baggage is arrays that the engine only stores.  The
 record also has the digest of the state: two leave records with the same digest confirm the last snapshot.
 
-Not promised: a leave record.  A replica that is killed writes none, and the run continues without it.
+Not promised: a leave record.  A killed replica writes no such record, and the run continues without.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ BAGGAGE = "own."  # prefix of the names of the owner's arrays
 class Departure:
     """Requests to this replica to leave.
 
-    grace_s: seconds that it may take, from the end of the inner step during which the request came.
+    grace_s: seconds that the replica may take, from the end of the inner step during which the request came.
     """
 
     clock: Clock
@@ -85,8 +85,8 @@ def hand_over(
     """Write the file for the next generation of this slot.   Return the file's key and digest, or ("", "").
 
     unsent: the codec's residuals.   baggage: the owner's arrays.   bytes_per_s: rate of the last upload.
-    The upload may take half of `left_s`.  `unsent` is added first; each of the two is dropped and reported if the file
-    would be too large with it.
+    The upload may take half of `left_s`.  `unsent` is added first; either of the two is dropped and reported if it
+    would make the file too large.
     """
     arrays = dict[str, np.ndarray]()
     named = {BAGGAGE + name: array for name, array in baggage.items()}
@@ -108,7 +108,7 @@ def take_over(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Read and delete the file of the generation before.   Return its codec's residuals and its baggage.
 
-    No later generation can read it: if this replica is killed, the residuals are lost.   sizes: elements per fragment.
+    No later generation can read it: after a kill, the residuals are lost.   sizes: elements per fragment.
     """
     left = read_leave(store, members.slot, members.generation - 1)
     if left is None or not left.residual:

@@ -7,7 +7,7 @@
     it may be needed       if a commit lists it, and a reader of that commit is neither dead nor past the step
     it may be collected    if its mean is announced and there is a newer snapshot
 
-A replica that waits long checks whether a blob of its own is missing, because only the writer surely has the bytes.
+A replica that waits long checks whether a blob of its own is missing, because only the writer is sure to have it.
 
 Not promised: that a body outlives its process.  Readers then use the announced mean and the snapshots.
 """

@@ -15,8 +15,8 @@ If the store answers a measurement with an error, its row of the table shows the
                                  ─▶ sync_estimate(probe, parameters, replicas, codec)
                                  ─▶ doctor_table(probe, …)
 
-The keys are below probe/{nonce}/ and are deleted afterwards.  No other write-once key is ever deleted; the probe's can
-be, as no other process knows them.
+The keys are below probe/{nonce}/ and are deleted afterwards.  No other write-once key is ever deleted; the probe's keys
+can be, as no other process knows them.
 Not promised: that a store which passes works under every fault; today's prices.
 """
 
@@ -57,7 +57,7 @@ _RANGE, _PART, _SINGLE = 16 << 20, 32 << 20, 64 << 20  # as in stores/cloud/stor
 class Probe:
     """The measurements at `url`.
 
-    troubles: measurement -> the store's error, if it failed; its field then has the value of a failed test.
+    troubles: measurement -> the store's error; the measurement's field then has the value of a failed test.
     """
 
     url: str

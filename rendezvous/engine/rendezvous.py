@@ -266,7 +266,7 @@ class Rendezvous:
     ) -> None:
         """Write Δ for the open step: first the blob, then the offer that names it.
 
-        delta: flat fp32 vector of the fragment; the caller may overwrite it afterwards.   h: its inner steps.
+        delta: flat fp32 vector of the fragment; the caller may overwrite it afterwards.   h: Δ's inner steps.
         theta: the fragment's θ, for codecs that compare with it, and to refuse a Δ with an absurd norm.
         """
         self.members.refuse_if_fenced()

@@ -1,4 +1,4 @@
-"""The mean of the present step, reduced in shards: each replica computes one part and fetches the others.
+"""The mean of the present step, reduced in shards: each replica computes one part and fetches the other parts.
 
     up    S (the offer) + S/N (its part's mean)     down   (N−1)/N·S (its range of the other bodies) + (N−1)/N·S (parts)
 
@@ -50,9 +50,9 @@ class ShardedMean:
     def mean(self, commit: Commit, out: np.ndarray, mine: OwnBody | None) -> None:
         """Write the commit's mean into `out`, and announce the parts that this replica owns.
 
-        A replica that finds a bad blob leaves the part to others: the blob's writer has the bytes in memory, and puts
-        them back or computes the part.  If no writer has the bytes any more and the part is not announced, raise
-        Corrupt after `dead_after`.
+        A replica that finds a bad blob leaves the part to other replicas: the blob's writer has the bytes in memory,
+        and puts them back or computes the part.  If no writer has the bytes any more and the part is not announced,
+        raise Corrupt after `dead_after`.
         """
         parts = self.reducer.parts.split(commit, out.size)
         missing = set(range(len(parts)))
@@ -102,12 +102,12 @@ class ShardedMean:
         """Whether this replica should compute a part of another owner.
 
         Every replica that waits for the part computes it.  In a trial, taking turns saved 2 % of the bytes, but all
-        others waited for the first replica.
+        other replicas waited for the first replica.
         """
         return self._will_not_announce(commit.owners[j], commit.t) or waited > self._owner_patience(commit)
 
     def _owner_patience(self, commit: Commit) -> float:
-        """Return the seconds that an owner may take for a part before the others compute it."""
+        """Return the seconds that an owner may take for a part before other replicas compute it."""
         return max(_LEAST, 4 * self.timing.poll, _PATIENCE * commit.pace, 3 * self._needed)
 
     def _will_not_announce(self, slot: str, t: int) -> bool:

@@ -1,11 +1,11 @@
-"""One replica's work on snapshots: it writes them, makes them visible, and deletes the blobs that they replace.
+"""One replica's work on snapshots: to write them, to make them visible, to delete the blobs that they replace.
 
     commit t−1 applied ──▶ due? (keeping/budget.py) ──▶ write θ_t while round t trains (snapshots/writer.py)
     commit t read      ──▶ its base is ours: the manifest is written    else: the snapshot is abandoned
                        └─▶ this replica wrote commit t: delete blobs that no replica needs any more (garbage.py)
     the run's end      ──▶ θ_T has no commit: two replicas that left with the same digest confirm it
 
-Not promised: that this replica knows the newest snapshot.  Its writer knows it at once; others learn it by a commit.
+Not promised: that this replica knows the newest snapshot.  The writer knows at once; others learn from a commit.
 """
 
 from collections.abc import Callable

@@ -28,9 +28,9 @@ SnapshotPace plans a snapshot every snapshot_every steps, or sooner if the budge
                                                                                and begins one itself if it is missing
 
 Every replica computes p from the commits that it applies, so all plan the same steps without communication.  The closer
-of the step before writes the snapshot.  Only the writer knows that it has begun; the others assume it until RETRY steps
-have passed.  If two replicas plan different steps (one has just joined), both snapshots are written.  Each has its own
-step and manifest, so this costs only bytes.
+of the step before writes the snapshot.  Only the writer knows that it has begun; the other replicas assume so until
+RETRY steps have passed.  If two replicas plan different steps (one has just joined), both snapshots are written.  Each
+has its own step and manifest, so this costs only bytes.
 
 Not promised: the budget, if the upload of a snapshot takes longer than a round of training.  Not promised: exact bytes;
 the budget counts only bodies that a commit lists.  A body without an offer (its replica was killed), or with an expired
@@ -47,9 +47,9 @@ from rendezvous.agreement.rules import Rules
 from rendezvous.records.records import Commit
 
 _SHARE = 0.95  # planned part of the budget; the rest is for deltas that no commit lists (of killed writers)
-LATE = 3  # number of steps: the step that was just decided, and two that may follow while blobs are deleted
-COMPLETE = 3  # number of snapshots: the two newest, and one that is being written
-FULL_ENOUGH = 4  # if the budget is so many times the run's estimated size, old commits are not read for the exact size
+LATE = 3  # number of steps: the step that was just decided, and two steps that may follow while blobs are deleted
+COMPLETE = 3  # number of snapshots: the two newest snapshots, and one that is being written
+FULL_ENOUGH = 4  # we read no old commits for the exact size if the budget is this many times the estimated size
 RETRY = 2  # in steps: one to write a snapshot, and one for its manifest
 
 
@@ -64,7 +64,7 @@ class Sizes:
 def sizes_of(commit: Commit, elements: int, rules: Rules) -> Sizes:
     """Return the bytes that a committed step leaves in the bucket.
 
-    elements: number in its fragment; 0 if unknown, and then the mean is as large as the largest body.
+    elements: number in its fragment; 0 if unknown: then we take the mean to be as large as the largest body.
     """
     bodies = [o.size for o in commit.offers]
     if commit.mode == "sharded":
@@ -142,7 +142,7 @@ def _beside(snapshot: int, step: Sizes) -> int:
 def _each_in_window(step: Sizes) -> int:
     """Return the bytes that each step between two snapshots adds to the largest window.
 
-    A mean stays for two periods.  Deltas stay for one period if their mean is announced, else for two.
+    A mean stays for two periods.  Deltas stay for one period if their mean is announced, else for two periods.
     """
     return 2 * step.mean + step.deltas if step.mean else 2 * step.deltas
 
@@ -173,8 +173,8 @@ def choose_kept(
 ) -> Kept | None:
     """Return the blobs to keep of the steps below `head`; None if more commits must be read first.
 
-    known: sizes of the newest steps without a gap, not necessarily of all.   older: steps of snapshots below the floor.
-    most: bytes of the largest known step; None: computed here.
+    known: sizes of the newest steps without a gap, not necessarily of all steps.   older: steps of snapshots below the
+    floor. most: bytes of the largest known step; None: computed here.
     Room is left for a snapshot that is being written, for LATE steps, and 5 % for bodies that no commit lists.
     """
     newest = known.get(head - 1, Sizes(0, 0))
@@ -258,8 +258,8 @@ class SnapshotPace:
     def is_due(self, t: int, newest: int, *, closed: bool, owes: bool, stands: Callable[[int], bool]) -> bool:
         """Whether this replica must write θ_t.
 
-        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: this replica gave
-        up the last snapshot that it began.   stands(step): whether that snapshot exists (a request).
+        newest: step of the newest known snapshot.   closed: this replica wrote commit t − 1.   owes: whether this
+        replica gave up the last snapshot that it began.   stands(step): whether that snapshot exists (a request).
 
         If there was no snapshot for 2·every steps, every replica writes one.
         """

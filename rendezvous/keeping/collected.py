@@ -13,8 +13,8 @@ from rendezvous.store import Store
 def refuse_collected(store: Store, t: int) -> None:
     """Raise Collected if there is a complete snapshot after step t.   t: a step with a missing or damaged blob.
 
-    A snapshot may be collected during the search, but only after a newer one was written; so the search is repeated
-    until it finds no newer one.
+    A snapshot may be collected during the search, but only after a newer snapshot was written; so the search is
+    repeated until it finds no newer snapshot.
     """
     seen = t
     while (newest := _newest_unless_refused(store, t)) > seen:
@@ -22,7 +22,7 @@ def refuse_collected(store: Store, t: int) -> None:
 
 
 def _newest_unless_refused(store: Store, t: int) -> int:
-    """Return the step of the newest snapshot, complete or not; t if none is newer.  Raise as `refuse_collected`."""
+    """Return the step of the newest snapshot, complete or not; else t.  Raise as `refuse_collected`."""
     newest = t
     for snapshot in snapshots.newest_first(store, _newest_that_commits_name(store, t)):
         if snapshot.t <= t:

@@ -13,11 +13,11 @@ lists are the replicas that have not taken step t.  A replica that takes part re
 memory.  Every other replica reads the announced mean; so does a replica that finds a body deleted.  Before s, a delta
 is needed only if the mean and snapshot s are both damaged.  From s on, the delta is kept to repair the mean.
 
-The budget (keeping/budget.py) decides which deletable blobs are deleted; a budget of 0 keeps none of them.
+The budget (keeping/budget.py) decides which deletable blobs are deleted; a budget of 0 keeps none of these blobs.
 
-Registers (write-once records) are never deleted, because a replica that was suspended could write a deleted one again.
-So the collector considers only names to which a register may point.  A blob without a register (its writer was killed)
-is deleted with the rest of its step.
+Registers (write-once records) are never deleted, because a replica that was suspended could write a deleted register
+again. So the collector considers only names to which a register may point.  A blob without a register (its writer was
+killed) is deleted with the rest of its step.
 
 A reader that is slower than two snapshots does not find the blob that a register names.  `refuse_collected` then raises
 `Collected`.  A joining replica tries again from the newer snapshot (`look_again`).  A replica that was stalled during a
@@ -46,7 +46,7 @@ from rendezvous.store import Store
 
 T = TypeVar("T")
 _TOLD = 64  # a log event names at most so many older snapshots
-_LAST_SWEEP = 1024  # the last sweep of a run reads or collects at most so many steps, with 1–2 requests each
+_LAST_SWEEP = 1024  # the limit of steps that a run's last sweep reads or collects, with 1–2 requests each
 _BACK = 16  # earlier commits that are read at a time, each by a request
 
 
@@ -344,13 +344,13 @@ def _kept_fields(answer: Kept | None, floor: int) -> dict[str, Any]:
 
 
 def look_again(heal: Callable[[], T], emit: Emit) -> T:
-    """Return heal()'s result; call it again while each Collected names a newer snapshot than the one before."""
+    """Return heal()'s result; call it again while each Collected names a newer snapshot than the Collected before."""
     newest = -1
     while True:
         try:
             return heal()
         except Collected as gone:
             if gone.newer <= newest:
-                raise  # that snapshot is damaged: no replica can heal before the next one is written
+                raise  # that snapshot is damaged: no replica can heal before the next snapshot is written
             newest = gone.newer
             emit("looks_again", snapshot=newest)

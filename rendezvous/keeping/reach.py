@@ -26,7 +26,7 @@ from rendezvous.store import Store
 
 @dataclass(frozen=True)
 class Reach:
-    """The computable steps: all from `since` on, and the steps `before` it that have a snapshot."""
+    """The computable steps: all steps from `since` on, and the steps `before` it that have a snapshot."""
 
     since: int
     before: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ def newest_head(store: Store) -> int:
 def _readable_snapshots(store: Store) -> list[int]:
     """Return the steps of the readable snapshots, in order, as a LIST names them.
 
-    A snapshot that LIST names may be gone, so each is checked.
+    A snapshot that LIST names may be gone, so each snapshot is checked.
     """
     keys = store.list(layout.SNAPSHOTS)
     with_blob = {key.rpartition("/")[0] for key in keys if key.endswith(".safetensors")}

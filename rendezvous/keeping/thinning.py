@@ -1,6 +1,6 @@
-"""Which of a run's older snapshots stay, if there is no room for all: those at ages of about powers of two.
+"""Choose which of a run's older snapshots stay if there is no room for all: snapshots at ages of about powers of two.
 
-Not promised: snapshots at exact ages; a run's snapshots stand where its replicas wrote them.
+Not promised: snapshots at exact ages; only snapshots that the replicas wrote can stay.
 """
 
 from collections.abc import Iterable

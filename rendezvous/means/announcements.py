@@ -26,7 +26,7 @@ from rendezvous.store import Store, put_once
 
 @dataclass(eq=False, repr=False)
 class Announcements:
-    """The announced means of a run.   emit(event, **fields): called for damaged copies and for repaired ones."""
+    """The announced means of a run.   emit(event, **fields): called for damaged and for repaired copies."""
 
     store: Store
     clock: Clock

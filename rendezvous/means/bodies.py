@@ -49,7 +49,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnBody:
-    """This replica's own body in memory: read from there, and uploaded again if the store loses it."""
+    """This replica's own body in memory: we read it there, and upload it again if the store loses it."""
 
     step: int
     key: str
@@ -103,7 +103,7 @@ class BodyReader:
     def read_bodies(
         self, offers: list[Listed], group: list[Shard], mine: OwnBody | None, *, one_by_one: bool
     ) -> Iterable[np.ndarray | str]:
-        """Read these shards of each body.   Return their bytes, or a text with the reason if a body cannot be read.
+        """Read these shards of each body.   Return the bytes, or a text with the reason if a body cannot be read.
 
         one_by_one: all bodies may be read into the same memory, so use each before you take the next.
         """

@@ -1,4 +1,4 @@
-"""Means of commits, made by several threads: each averages some shards, with the same bits as one thread.
+"""Means of commits, made by several threads: each thread averages some shards, with the same bits as one thread.
 
     shards   │ 0 1 2 │ 3 4 5 │ …      each run of shards ──▶ its own Reducer (memory, reported bodies)
                  │       │

@@ -45,7 +45,7 @@ class MeanParts:
         return [shards[a:b] for a, b in pairwise(cuts)]
 
     def read_all(self, commit: Commit, out: np.ndarray) -> None:
-        """Write all parts of an earlier step into `out`: read the announced ones, compute the others."""
+        """Write all parts of an earlier step into `out`: read the announced parts, compute the other parts."""
         for j, part in enumerate(self.split(commit, out.size)):
             if not self.take(commit, j, part, out):
                 try:

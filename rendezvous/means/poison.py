@@ -2,7 +2,7 @@
 
     a body is poisoned ──▶ the mean is made again, of the others (reduce.py)     a sum overflows ──▶ its elements are 0
 
-Not promised: a wrong body with finite values; no reader can tell such a body from a right one.
+Not promised: a wrong body with finite values; no reader can tell such a body from a right body.
 """
 
 from typing import TYPE_CHECKING

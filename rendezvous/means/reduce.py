@@ -3,8 +3,8 @@
     mean = ( fl(w₁·x₁) + fl(w₂·x₂) + … ) / fl(Σ wᵢ)        in listed order, each operation rounded to fp32
 
 direct     every reader fetches every listed blob except its own
-sharded    the owner of part j fetches its range of every blob and announces the part's mean; all fetch all parts
-           (parts.py)
+sharded    the owner of part j fetches its range of every blob and announces the part's mean; all readers fetch all
+           parts (parts.py)
 announced  the closer has stored the mean and its digest.  A later reader fetches one blob instead of N, and needs no
            listed blob, which may be damaged by then
 
@@ -22,7 +22,7 @@ get the same bits.  Every reader leaves out a body that no encoder could have wr
 A body is valid if its bytes decode and every value is finite.  A body is left out before this check if, by its record,
 its length or its number of shards differs from the fragment's.  The result depends only on the commit and on bytes with
 the announced digests.  So all replicas leave out the same bodies, however many shards they fetch at a time.  A sum is
-finite only if all its terms are, so usually no body is checked separately.
+finite only if all its terms are finite, so usually no body is checked separately.
 
 Not promised: long waits (a body that cannot be read is Corrupt after a few seconds; averaging.py waits longer); a check
 of values that are finite but wrong.
@@ -147,7 +147,7 @@ class Reducer:
     def _mean_of_all(
         self, offers: list[Listed], group: list[Shard], out: np.ndarray, mine: OwnBody | None, rows: np.ndarray | None
     ) -> str | None:
-        """Write the mean of all offers.   Raise Corrupt if it is not finite, or if a body is invalid."""
+        """Write the mean of all offers.   Raise Corrupt if the mean is not finite, or if a body is invalid."""
         total = out[elements_slice(group)]
         bodies = list[np.ndarray]()
         read = self.bodies.read_bodies(offers, group, mine, one_by_one=self._one_pass is None)
@@ -184,7 +184,7 @@ class Reducer:
             get_codec(self._codec).decode(rows, mean)
 
     def _fitting_offers(self, commit: Commit, elements: int) -> list[Listed]:
-        """Return the listed bodies whose records fit this fragment; report the others."""
+        """Return the listed bodies whose records fit this fragment; report the other bodies."""
         flaws = [(o, self.bodies.record_flaw(o, elements)) for o in commit.offers]
         for listed, why in flaws:
             if why:

@@ -6,8 +6,8 @@
     the user's code, θ₀'s files, the chain's `prev`           sha256, in every run
     deltas, parts, means, snapshots, residuals                sha256 in a run with a key, xxh3-128 in others
 
-A digest names its kind, so a forger could choose a weak one.  Therefore the reader knows which kind it needs and
-accepts no weaker one.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
+A digest names its kind, so a forger could choose a weak kind.  Therefore the reader knows which kind it needs and
+accepts no weaker kind.  XXH3 is not a cryptographic hash: bytes with a given xxh3-128 can be computed directly
 (tests/support/second_preimage.py).
 
 Not promised: one digest for the same bytes.  The same bytes have one digest of each kind.
@@ -71,13 +71,13 @@ def required_digest_kind(store: Store) -> str:
 
 
 def is_digest(text: str, kind: str) -> bool:
-    """Whether `text` is a digest of this kind or of a stronger one."""
+    """Whether `text` is a digest of this kind or of a stronger kind."""
     found, _, digits = text.partition(":")
     return found in _AT_LEAST[kind] and len(digits) == _DIGITS[found] and not digits.strip("0123456789abcdef")
 
 
 def has_digest(body: Buffer, announced: str, kind: str) -> bool:
-    """Whether these bytes have the announced digest, and it is of this kind or a stronger one."""
+    """Whether these bytes have the announced digest, and this digest is of this kind or a stronger kind."""
     return is_digest(announced, kind) and digest(body, announced.partition(":")[0]) == announced
 
 

@@ -1,4 +1,4 @@
-"""Records about a bundle of rollouts (rollouts.py), beside it in the bucket: a check of it, and a later reward.
+"""Records about a bundle of rollouts (rollouts.py), beside the bundle: a check of the bundle, and a later reward.
 
     rollouts/r01/0000000042/0000.0.bundle
     rollouts/r01/0000000042/0000.0.verdict                   diloco/replica/door.py
@@ -15,7 +15,7 @@ from rendezvous.records.records import Count, Record, Step, UnixTime, Word
 from rendezvous.records.schema import Longest, Where, Within
 
 MOST_DOUBTS = 2  # doubts after which an actor's later bundles are not used
-LARGE = 1e9  # a verdict has this in place of a larger number, or of NaN
+LARGE = 1e9  # a verdict has this number in place of a larger number, or of NaN
 RewardName = Annotated[str, Longest(64), Where(layout.is_word, "name of letters, digits and _")]
 RewardValue = Annotated[float, Within(-1e18, 1e18)]  # the limits of rewards in training (docs/rewards.md)
 
@@ -43,7 +43,7 @@ class RolloutVerdict(Record):
 class LateReward(Record):
     """A reward that came after its rollout, beside the bundle.   of: bundle's nonce.   rollout: index in the bundle.
 
-    name: of the judge; the first reward of a name counts.   recorded: the reward in the bundle, which was trained on;
+    name: the judge's; a name's first reward counts.   recorded: the reward in the bundle, which was trained on;
     None if there was none.   at: when the late reward came.
     """
 

@@ -10,7 +10,7 @@ Weights are fp32 numbers, written as the shortest decimal that gives the same fp
 Any writer may have written the object that a reader finds.  `decode` looks only at its bytes: it returns a record whose
 fields have their annotated types and ranges (records/schema.py), or raises WireError.
 
-Not promised: that a record is true.  The engine compares it with the key, the chain and the digests.
+Not promised: that a record is true.  The engine compares the record with the key, the chain and the digests.
 """
 
 import json
@@ -85,7 +85,7 @@ class Record:
 
     @classmethod
     def decode(cls, body: Buffer) -> Self:
-        """Return the record in these bytes.   Raise WireError, and no other error, if they are not such a record."""
+        """Return the record in these bytes.   Raise WireError, and no other error, for other bytes."""
         try:
             raw = parse_json(body, cls.most)
             kind = raw["kind"]
@@ -116,7 +116,7 @@ R = TypeVar("R", bound=Record)
 
 
 def decode_or_none(kind: type[R], body: Buffer | None) -> R | None:
-    """Decode an object that any writer may have written.   Return None, as for every reader, if it is not a record."""
+    """Decode an object that any writer may have written.   Return None, as for every reader, if this is no record."""
     try:
         return None if body is None else kind.decode(body)
     except WireError:
@@ -156,7 +156,7 @@ class Claim(Record):
 class Offer(Record):
     """A replica's offer for outer step `step`, whose pseudogradient is durable.
 
-    base: digest of θ and outer momentum of all fragments from which it started.   h: number of inner steps.
+    base: digest of θ and outer momentum of all fragments from which the replica started.   h: number of inner steps.
     took: seconds from the last outer step to this offer.    size: bytes of the blob.
     shards: digests of the body's shards (wire.shard_grid); empty for a small body.
     norm: ‖Δ‖₂.    scale: about ‖θ‖₂ of the fragment, 0 if unknown.
@@ -283,7 +283,7 @@ class Mean(Record):
 class Snapshot(Record):
     """θ_t and the outer momentum, before commit t.
 
-    base: their digest, equal to commit t's base.   prev: digest of commit t−1, from which a reader checks the chain.
+    base: the digest of both, equal to commit t's.   prev: digest of commit t−1, from which a reader checks the chain.
     confirmed: whether two replicas had this digest.
     blob: "" in snapshot 0 of a run whose start model is not in the bucket; θ₀ is that model, and all else is zero.
     """
@@ -314,7 +314,7 @@ class WeightsPart:
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """θ_t in bf16, for inference engines: all values (an anchor), or those that differ from θ_{t−1}.
+    """θ_t in bf16, for inference engines: all values (an anchor), or the values that differ from θ_{t−1}.
 
     values: number of values in θ.   changed: number of values in the parts.
     digest: xxh3 of all values as little-endian uint16.
@@ -434,9 +434,9 @@ class Beat(Record):
     """A heartbeat: overwritten, and only a hint. A heartbeat shows a living replica only while `n` changes.
 
     phase: boot, heal, train, wait or left; sample for actors.   rate: seconds per inner step, 0 if unknown.
-    data: the inner step, in its slot's data, that it trains on; actors read this (diloco/actor/).
+    data: the inner step, in its slot's data, that the replica trains on; actors read this (diloco/actor/).
     box_usd: US dollars that all sessions of its slot spent on sandboxes (docs/reference/boxes.md).
-    evaluates: whether it scores held-out prompts, which is progress without inner steps.
+    evaluates: whether the replica scores held-out prompts, which is progress without inner steps.
     """
 
     kind = "beat"

@@ -6,7 +6,7 @@ The record has no line end inside it, so the last but one line end of the object
 one GET to find and one PUT to write, and its record can be sealed as a log is.
 
 The payload is the trainer's (inner/rollouts/recording/bundle.py); here it is bytes.  Not promised: that the payload
-is true.  A verdict about it and a later reward are records of their own (judgements.py).
+is true.  A verdict about a bundle and a later reward are records of their own (judgements.py).
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from rendezvous.records.records import AtLeastOne, Count, Record, Slot, Step, Wi
 class Rollouts(Record):
     """The record of a bundle.
 
-    run: the run's nonce.   place: number of the slot's batch of samples, number of the bundle in it.
+    run: the run's nonce.   place: number of the slot's batch of samples, and of the bundle in this batch.
     step: the outer step on whose weights it was sampled.   by: generation of the session, 0 for an actor.
-    actor: its name; "" if the slot's own session sampled.
+    actor: the actor's name; "" if the slot's own session sampled.
     threads: the sampling process's number of threads, which affects bits.   digest: the payload's digest.
     """
 
@@ -58,5 +58,5 @@ def read_record(body: bytes) -> tuple[Rollouts, memoryview]:
 
 
 def is_whole(record: Rollouts, payload: memoryview, kind: str) -> bool:
-    """Whether the payload has the record's digest, of this kind or a stronger one."""
+    """Whether the payload has the record's digest, of this kind or a stronger kind."""
     return has_digest(payload, record.digest, kind)

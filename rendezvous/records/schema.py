@@ -26,7 +26,7 @@ N = TypeVar("N", int, float)
 Check = Callable[[Any], Any]  # returns the value of the field; raises ValueError
 
 DEPTH = 16  # the deepest nesting of free-form values.  Configs have 4 levels; Python's json fails at some hundreds
-WIDEST = 1 << 63  # the limit of integers in a field without a range: other languages can hold them
+WIDEST = 1 << 63  # the limit of integers in a field without a range: other languages can hold such integers
 LONGEST = 1 << 16  # maximal number of characters in a text field without a length: a setting may be a long prompt
 
 
@@ -60,7 +60,7 @@ class Where:
 
 
 def parse_json(body: bytes | bytearray | memoryview, most: int) -> Any:
-    """Return the JSON value in `body`.   Raise ValueError if it has more than `most` bytes or is not such JSON."""
+    """Return the JSON value in `body`.   Raise ValueError if it has more than `most` bytes or is no such JSON."""
     if len(body) > most:
         raise ValueError(f"it has {len(body)} bytes; at most {most} are allowed")
     try:
@@ -198,7 +198,7 @@ def _mapping_check(key: Check, item: Check) -> Check:
 
 
 def check_json_value(value: Any, depth: int = DEPTH) -> Any:
-    """Return free-form JSON unchanged.   Raise ValueError for other values, or if it is nested deeper than `depth`."""
+    """Return free-form JSON unchanged.   Raise ValueError for other values, or for nesting deeper than `depth`."""
     if isinstance(value, str):
         return _PLAIN[str](value)
     if isinstance(value, bool) or value is None:

@@ -5,8 +5,8 @@
     base      xxh3-128 of the fragments' digests, one after another           in every offer, commit and snapshot
 
 An outer step changes one fragment, so a sync digests only this fragment, three times: before its pseudogradient is
-offered, before it is stepped, and after.  The first two digests are compared with the stored one, and the third is
-stored.  Each other fragment is compared in the sync that changes it.  All fragments are compared before a
+offered, before it is stepped, and after the step.  The first two digests are compared with the stored digest, and the
+third is stored.  Each other fragment is compared in the sync that changes it.  All fragments are compared before a
 use of the whole state: a snapshot, a replica's first inner step, the end of a run.  So H inner steps digest 3 times the
 size of the state, whatever the number of fragments is.
 

@@ -60,7 +60,7 @@ def _header_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
 def read_tensors(store: Store, key: str, size: int, into: Mapping[str, np.ndarray] | None = None) -> TensorFile | None:
     """Read the file of `size` bytes under `key` into new arrays; return None if it is missing or shorter.
 
-    into: arrays that are overwritten and returned instead of new ones, if name, type and shape are the same.
+    into: arrays that are overwritten and returned instead of new arrays, if name, type and shape are the same.
     Raise Corrupt if the file has no valid header.  The digest is not checked here.
     """
     head = _read_header(store, key, size)

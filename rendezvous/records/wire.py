@@ -35,7 +35,7 @@ def as_bytes(vector: np.ndarray) -> memoryview:
     return np.ascontiguousarray(vector).data.cast("B")
 
 
-ABSURD = 1e6  # a pseudogradient with a norm of more than so many times ‖θ‖ would destroy the model
+ABSURD = 1e6  # a pseudogradient with a norm of more than this many times ‖θ‖ would destroy the model
 
 
 def evenly_sampled(x: np.ndarray) -> np.ndarray:
@@ -146,7 +146,7 @@ class Encoder:
             raise
 
     def _encode_shards(self, fragment: int, delta: np.ndarray, ranges: list[Range], scale: float) -> Written:
-        """Encode shard by shard, so that each is still in the cache when its digest is computed."""
+        """Encode shard by shard, so that each shard is still in the cache when its digest is computed."""
         body = self._next_buffer(body_size(self.name, delta.size))
         shards = list[str]()
         square = 0.0
@@ -232,7 +232,7 @@ def shard_grid(elements: int, align: int, least: int) -> list[Range]:
 
 
 def digest_of_shards(shards: Sequence[str], kind: str) -> str:
-    """Return the digest of a body in shards: that of its shards' digests, so its bytes are read only once."""
+    """Return the digest of a body in shards: the digest of its shards' digests, so its bytes are read only once."""
     return digest("".join(shards).encode(), kind)
 
 

@@ -60,7 +60,7 @@ def _is_zero(array: np.ndarray) -> bool:
 
 
 def with_zeros(arrays: Arrays, like: Arrays) -> dict[str, np.ndarray]:
-    """Return the arrays of snapshot 0, with zeros for those of `like` that it leaves out."""
+    """Return the arrays of snapshot 0, with zeros for the arrays of `like` that it leaves out."""
     return {name: arrays[name] if name in arrays else np.zeros_like(array) for name, array in like.items()}
 
 

@@ -31,7 +31,7 @@ Mean = Callable[[Commit, np.ndarray], None]  # writes a commit's mean into the v
 def write_theta_0(store: Store, clock: Clock, state: ReplicatedState, fragments: int, *, elsewhere: bool) -> None:
     """Write this state as snapshot 0, if the run has neither steps nor snapshots.
 
-    A snapshot 0 that was lost later is not written again, because no replica can know that its state is the same.
+    A snapshot 0 that was lost later is not written again, because no replica can know that its own state is the same.
     elsewhere: every replica gets θ₀ from another place.
     """
     first = (layout.snapshot_key(0), layout.commit_key(0))
@@ -75,7 +75,7 @@ class StateReplay:
         return False
 
     def commits(self, upto: int | None = None) -> Iterator[Commit]:
-        """Apply one commit after the other, up to `upto` or the last one.   Yield each after it was applied."""
+        """Apply one commit after the other, up to `upto` or the last commit.   Yield each after it was applied."""
         while (upto is None or self.step < upto) and (commit := self.chain.read(self.step)) is not None:
             base = self.digests.base
             if commit.base != base:
@@ -96,7 +96,7 @@ class StateReplay:
         self.digests.renew_fragment(fragment)
 
     def _load(self, snapshot: Snapshot) -> bool:
-        """Load this snapshot.   Return whether its bytes have the announced digest and the state the announced base."""
+        """Load this snapshot.   Return whether its bytes' digest and the state's base are as announced."""
         if snapshot.blob or base_of(self.state, self.fragments) != snapshot.base:
             arrays = self._arrays_of(snapshot)
             if arrays is None:

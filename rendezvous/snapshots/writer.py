@@ -12,7 +12,7 @@ the copy is digested and written.  The digests of these bytes must give the `bas
 the snapshot does not become visible.
 
 A failed request begins again from the first byte.  If an outer step has changed bytes that were already read, the
-snapshot is given up, and its writer begins another one at the next step.
+snapshot is given up, and its writer begins another snapshot at the next step.
 
 Not promised: immediate deletion of a blob without a manifest; it is deleted with its step.
 """
@@ -43,7 +43,7 @@ class Abandoned(RendezvousError):
 class LiveFile(TensorFile):
     """File of the present values of arrays that will be stepped later.
 
-    fragments: (number, arrays) in the order of their turns.   digest, base: those of the bytes that were read.
+    fragments: (number, arrays) in the order of their turns.   digest, base: of the bytes that were read.
     """
 
     def __init__(self, fragments: list[tuple[int, dict[str, np.ndarray]]], kind: str) -> None:
@@ -114,7 +114,7 @@ class LiveFile(TensorFile):
 
 @dataclass
 class _Writing:
-    """A snapshot that is being written.   mine: its manifest, still without the digest."""
+    """A snapshot that is being written.   mine: the manifest, still without the digest."""
 
     mine: Snapshot
     file: LiveFile

@@ -10,9 +10,9 @@
     before it is used:   the newest cached commit is read from the bucket.   If its bytes differ or it is missing, the
                          bucket has another run (for example from a backup), and the cache is not used
 
-This one read checks all cached commits, as each has the digest of the one before.  A damaged file is deleted, and its
-records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat, a
-control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the repaired record.
+This one read checks all cached commits, as each commit has the digest of the commit before.  A damaged file is deleted,
+and its records are read again.  Only records that the reader has decoded and checked are cached, and never a heartbeat,
+a control record or run.json.  So if a bad record in the bucket is repaired later, the reader sees the repaired record.
 
 Not promised: secrecy from readers of the user's files.  Records of a sealed run are plain text in the bucket, too.
 """
@@ -88,7 +88,7 @@ class Cache:
         return None if kind is None else self._of_kind(kind).pop(key, None)
 
     def put_back(self, key: str, body: bytes) -> None:
-        """Put a record back after `take`, because the bucket has the same bytes."""
+        """Put a record back after `take`, if the bucket has the same bytes."""
         self._of_kind(layout.record_kind(key) or "")[key] = body
 
     def keys(self, kind: str) -> list[str]:
@@ -107,7 +107,7 @@ class Cache:
             return
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if _bytes_in(self.folder) < RUN_BYTES:  # else only the first part of the run stays cached, the most useful
+            if _bytes_in(self.folder) < RUN_BYTES:  # else only the run's first part stays cached, the most useful part
                 for kind, records in self._news.items():
                     self._write_kind(kind, records)
             os.utime(self.folder)
@@ -175,7 +175,7 @@ def _parse_records(body: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _make_room(mine: Path) -> None:
-    """While all runs together exceed ALL_BYTES, delete whole runs, the longest unused first."""
+    """While all runs together exceed ALL_BYTES, delete whole runs, the run that was unused for longest first."""
     others = sorted((p for p in mine.parent.iterdir() if p.is_dir() and p != mine), key=lambda p: p.stat().st_mtime)
     sizes = {run: _bytes_in(run) for run in [mine, *others]}
     for run in others:

@@ -66,7 +66,7 @@ class FileStore:
     def __init__(self, root: str | os.PathLike[str], *, make: bool = True) -> None:
         """Open a store in the folder `root`.   make: whether the first write creates the folder if it is missing."""
         if not str(root):
-            raise ValueError("an empty path is not a folder for a run; give one, e.g. runs/demo")
+            raise ValueError("an empty path is not a folder for a run; give a folder, e.g. runs/demo")
         self.root = Path(root).absolute()
         self.url, self._folder = f"file://{self.root}", str(self.root)
         self._make = make

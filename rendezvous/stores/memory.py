@@ -25,7 +25,7 @@ class MemoryStore:
 
     @classmethod
     def named(cls, name: str) -> "MemoryStore":
-        """Return the store of this name; it is the same one everywhere in this process."""
+        """Return the store of this name; it is the same store everywhere in this process."""
         return _named.setdefault(name, cls(f"memory://{name}"))
 
     def put(self, key: str, body: Body) -> None:

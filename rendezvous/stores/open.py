@@ -1,4 +1,4 @@
-"""The store for a URL.  This module knows every kind of store, and imports only the one that a URL needs.
+"""The store for a URL.  This module knows every kind of store, and imports only the store that a URL needs.
 
     runs/demo, file:///abs   folders            s3:// gs:// az:// hf://   buckets, through obstore
     memory://name            this process       modal://name              Modal's dict and volume
@@ -60,12 +60,12 @@ def folder_of(url: str) -> Path | None:
 
 
 def stays_here(url: str) -> bool:
-    """Whether no other machine can reach it: a folder of this machine, or the memory of a process."""
+    """Whether no other machine can reach the store: a folder of this machine, or the memory of a process."""
     return folder_of(url) is not None or url.startswith("memory://")
 
 
 def urls_above(url: str) -> list[str]:
-    """Return the URLs of the folders or prefixes that contain `url`, nearest first; none for memory://.
+    """Return the URLs of the folders or prefixes that contain `url`, nearest first; no URL for memory://.
 
     "s3://b/x/y?region=r" -> ["s3://b/x?region=r", "s3://b?region=r"]
     """

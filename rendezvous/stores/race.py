@@ -21,7 +21,7 @@ T = TypeVar("T")
 RACERS = 16
 ROUNDS = 5
 KNOWN = "(the servers of rclone and s3rver always do, Ceph's gateway does in a bucket with versioning)"
-OVERWRITES = f"silently overwrites: a second create of the same key went through {KNOWN}"
+OVERWRITES = f"silently overwrites: a second create of the same key succeeded {KNOWN}"
 
 
 @dataclass(frozen=True)

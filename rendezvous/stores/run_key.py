@@ -51,7 +51,7 @@ def open_signed(url: str) -> Store:
 def under_key(store: Store, clock: Clock, secret: bytes | None, *, ask: Store | None = None) -> Store:
     """Return `store`, sealed if it has a run with this run key, or has no run and a key is given.
 
-    Raise WrongRun if the run there has another key or none, or if its key is missing here.
+    Raise WrongRun if the run there has another key or no key, or if its key is missing here.
     ask: the store to which this function sends its requests: the same bucket, perhaps with retries.
     """
     if as_sealed(store) is not None:

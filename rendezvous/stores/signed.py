@@ -12,10 +12,10 @@ r"""Sealed records, which only holders of the run key can write.  The key is onl
 
 `run` is the nonce in seal.json, the first object of a run with a run key; `key` is the record's own key.  So a genuine
 record is not valid under another key: in another slot, step or run.  The rest of the engine gets the record without its
-tag, and digests of commits are computed without it.  All replicas see the same bytes, so all ignore the same records.
+tag, and digests of commits are computed without it.  All replicas see the same bytes, and ignore the same records.
 
 Not promised: secrecy, because records are plain text; availability, because a writer that may overwrite or delete
-objects can stop the run.  Beats are overwritten, so such a writer can restore an old one; it counts as silence.
+objects can stop the run.  Beats are overwritten, so such a writer can restore an old beat; it counts as silence.
 """
 
 import hmac

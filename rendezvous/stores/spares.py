@@ -37,7 +37,7 @@ class Spares:
         weakref.finalize(self, _drop_mine, self._names, os.getpid())
 
     def reuse_file(self, size: int, name: str) -> bool:
-        """Rename to `name` a spare file of exactly `size` bytes without another name.   Return whether this worked."""
+        """Give `name` to a spare file of exactly `size` bytes without another name.   Return whether this worked."""
         with self._lock:
             self._begin_in_process()
             for spare in self._names:

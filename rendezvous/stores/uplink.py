@@ -5,8 +5,8 @@
 
 The bytes that are sent at the same time are "in flight".  A request has a time limit, and all parts in flight share the
 link.  With 256 MiB in flight and 300 s per request, no upload would end in time on a link slower than 7.2 Mbit/s.  An
-upload without an answer in time is tried again with a quarter of the bytes in flight; the least is 5 MiB in REQUEST_S,
-or 0.35 Mbit/s.  If one part fails, the client repeats only that part.
+upload without an answer in time is tried again with a quarter of the bytes in flight; the minimum is 5 MiB in
+REQUEST_S, or 0.35 Mbit/s.  If one part fails, the client repeats only that part.
 
 Not promised: that a second try of an upload reuses parts of the first.
 """

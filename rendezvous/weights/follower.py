@@ -46,7 +46,7 @@ class FollowedWeights:
 
     The tensors are the follower's memory, so use them before you take the next weights.
     step: number of outer steps in θ.   parameters: name -> (index of its first value, shape).   bits: uint16 (P,).
-    changed: names of the parameters that differ from the weights before; all names in the first weights.
+    changed: names of the parameters that differ from the previous weights; all names in the first weights.
     bytes: number of bytes that were read for these weights.
     """
 
@@ -242,7 +242,7 @@ def follow_weights(
 ) -> Iterator[FollowedWeights]:
     """Yield the newest weights of a run as they appear, and wait between them.
 
-    run: its URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: without end.
+    run: a URL (a sealed run needs DILOCO_RUN_KEY), or an open store.   until: the last step; None: without end.
     The iterator also ends LATE_S after the commit of the last step: a step whose writer was killed never gets weights.
     poll_s: seconds between two looks.   Raise RendezvousError if the store fails.
     A run writes weights if fleet.broadcast_weights = true.

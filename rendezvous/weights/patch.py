@@ -10,7 +10,7 @@
 
 Values are absolute, so a patch may be applied twice, and the same format can hold a whole model.
 
-Not promised: the fewest bytes.  XOR with the old values would need about half, but must be applied exactly once.
+Not promised: the fewest bytes.  XOR with old values needs about half as many, but must be applied exactly once.
 """
 
 import struct

@@ -11,8 +11,8 @@ So the next step repairs the chain.
 
 When an anchor is written, the blobs of the chain before the previous anchor are deleted.
 
-Not promised: the weights of every step.  If the store is slower than a round, some are left out.  If a replica is
-killed while it deletes old blobs, the other blobs stay.
+Not promised: the weights of every step.  If the store is slower than a round, the weights of some steps are left out.
+If a replica is killed while it deletes old blobs, the other blobs stay.
 """
 
 import threading
@@ -208,7 +208,7 @@ def read_weights(store: Any, t: int) -> Weights | None:
 
 def _blobs_before_last_anchor(store: Store, t: int) -> list[str]:
     """Return the blobs of the chain before the previous anchor.   t: step of an anchor that was just written."""
-    found: list[Weights] = []  # from the step before the previous anchor back to the anchor before the previous one
+    found: list[Weights] = []  # from the step before the previous anchor back to the anchor before that anchor
     anchors = 0
     for u in range(t - 1, max(-1, t - 1 - 3 * ANCHOR_EVERY), -1):
         weights = read_weights(store, u)

@@ -245,7 +245,7 @@ def test_all_that_stands_beside_a_bundle_goes_with_it_as_in_a_running_run(tmp_pa
         run.store.put(key, b"{}")
     plan = plan_gc(run, "window", CLOCK)
     assert [key for key in beside if key in plan.keys] == beside[:2]
-    assert "go with them: 1. Save them first: diloco traces" in plan_lines(run.url, plan)[-1]
+    assert "deleted with these rollouts: 1. Save them first: diloco traces" in plan_lines(run.url, plan)[-1]
     run.store.delete([layout.bundle_key("r00", 1, 0, 0)])
     assert set(beside[:2]) <= set(plan_gc(run, "window", CLOCK).keys), "a collector was killed between them"
 

@@ -407,8 +407,13 @@ def test_a_session_is_unlucky_after_two_without_counted_work_and_an_audit_sees_t
     [
         (1, [], True, ""),
         (2, ["joined"], True, ""),
-        (2, ["joined", "inherited"], True, "it took over what r01-1 left, whose record is gone"),
-        (2, [], True, "its log is gone, so it is not known whether it took over what r01-1 left"),
+        (
+            2,
+            ["joined", "inherited"],
+            True,
+            "it took over the state that r01-1 left, and the record of that state is gone",
+        ),
+        (2, [], True, "its log is gone, so it is not known whether it took over the state of r01-1"),
         (1, [], False, "its claim is gone, so it is not known how many processes it had"),
     ],
 )

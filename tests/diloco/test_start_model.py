@@ -179,7 +179,7 @@ def test_a_replica_that_gets_other_bits_says_so_and_trains_nothing(tmp_path: Pat
     assert fleet.wait() == {"r00": [exitcodes.CRASHED]}
     said = fleet.logs()
     assert f"model.safetensors of {NAME} at commit {hub.commit(NAME)} has other bits here" in said
-    assert "Next: give this machine a way to it" in said and "inner.model = FOLDER" in said
+    assert "Next: give this machine access to it" in said and "inner.model = FOLDER" in said
     assert fleet.commits() == [] and fleet.store.get(layout.snapshot_key(0)) is None
     hub.swapped.clear()  # what was taken is not believed later either
     fleet.start("r00", HF_HOME=str(tmp_path / "mirror"))
@@ -335,7 +335,7 @@ def test_export_of_a_run_whose_model_the_hub_does_not_give_says_what_to_do(tmp_p
     assert fleet.wait() == {"r00": [0]}, fleet.logs()
     shutil.rmtree(tmp_path / "cache")
     hub.down = 407
-    with pytest.raises(ConfigError, match=r"cannot be taken from the Hub .* Next: give this machine a way to it"):
+    with pytest.raises(ConfigError, match=r"cannot be taken from the Hub .* Next: give this machine access to it"):
         export(str(tmp_path / "run"), 0, tmp_path / "out")
 
 

@@ -174,7 +174,7 @@ def test_packages_that_exclude_it_are_refused_by_name(named: str, fits: bool) ->
     found = faults(Place("modal", gpu=("H100",), secrets=("aws",), options={"pip": [named], "vllm": True}))
     assert (found == []) == fits
     if found:
-        assert f"--pip {named} on modal cannot be beside vLLM, which is installed with transformers==5.17.0" in found[0]
+        assert f"--pip {named} on modal conflicts with vLLM, which is installed with transformers==5.17.0" in found[0]
 
 
 def test_the_plan_names_the_versions_and_what_nobody_looks_at() -> None:

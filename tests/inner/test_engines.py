@@ -584,7 +584,7 @@ def test_a_sliding_window_bounds_what_mlx_may_sample(config: Any, window: float)
 def test_longrope_is_refused_however_a_config_spells_it(told: Any) -> None:
     """Before: only the types longrope at the top, and only beyond the original length."""
     refused = longrope_fault({"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, **told})
-    assert "MLX takes the long factors always" in refused
+    assert "MLX always takes the long factors" in refused
 
 
 @pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}])

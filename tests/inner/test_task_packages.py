@@ -294,7 +294,7 @@ def test_an_infinite_taskset_that_repeats_its_tasks_leaves_nothing_to_hold_out(
     monkeypatch.setattr(module, "MOST", 50)
     spec = TaskSpec("verifiers:endless", 3, 0)
     assert len(make.take_rows(spec, chat=True, known=[]).rows) == 3
-    with pytest.raises(InnerError, match="all 50 rows that it makes are among the training prompts"):
+    with pytest.raises(InnerError, match="all 50 rows that the task makes are among the training prompts"):
         make.take_rows(spec, chat=True, known=["Do it."])
 
 

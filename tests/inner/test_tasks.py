@@ -128,7 +128,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_training_has_are_left_out_and_others_come(package: None) -> None:
     made = make.take_rows(TaskSpec(SUM, 3, 5), chat=False, known=["0 + 5?", "2 + 5?"])
     assert [row["prompt"] for row in made.rows] == ["1 + 5?", "3 + 5?", "4 + 5?"] and made.left_out == 2
-    with pytest.raises(InnerError, match="all 6 rows that it makes are among the training prompts"):
+    with pytest.raises(InnerError, match="all 6 rows that the task makes are among the training prompts"):
         make.take_rows(TaskSpec(SUM, 3, 5), chat=True, known=[f"{n} + 5?" for n in range(6)])
 
 

@@ -9,8 +9,8 @@
 So torchft does not run unmodified here. Five methods, all internal to torchft 0.2, are ours: `_save_grads`,
 `_save_local_parameters`, `_merge_parameters`, `restore_parameters` and `save_parameters`.  Hooks, schedule, order and
 arithmetic are torchft's own. The resulting bits are the same (a test compares both classes).  Above 32 MB, malloc takes
-fresh pages for every new tensor and gives them back; this took most of the time of a sync on a CPU.  Only one fragment
-is synced at a time, so all fragments share the memory of the largest Δ.
+fresh pages for every new tensor and gives them back; these pages took most of a sync's time on a CPU.  Only one
+fragment is synced at a time, so all fragments share the memory of the largest Δ.
 
 A machine for which torchft has no wheel takes streaming.py's classes in its place.
 
@@ -56,7 +56,7 @@ class InPlaceFragment(_StreamingDiLoCoFragment):
     """torchft's fragment, whose flat vector is θ itself."""
 
     def lean(self, room: Tensor) -> None:
-        """Make θ the flat vector, and Δ a part of `room`.   room: as large as any fragment's Δ."""
+        """Make θ the flat vector, and Δ a part of `room`.   room: a tensor as large as the largest Δ."""
         self._part: FlatFragment = self._model_fragment  # pyright: ignore[reportAttributeAccessIssue]
         self._theta = self._part.flat.data = self.original_parameters["flat"]
         self._delta = room[: self._theta.numel()]

@@ -133,7 +133,7 @@ class BareRounds:
     # ---------------------------------------------------------------- healing
 
     def join(self) -> None:
-        """Load the newest published state, or publish ours as the first one. Later calls do nothing."""
+        """Load the newest published state, or publish ours as the first state. Later calls do nothing."""
         if self._joined:
             return
         self._joined = True

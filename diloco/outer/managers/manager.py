@@ -113,7 +113,7 @@ class StoreManager:
         return self._bare.close_round() if self._is_bare else True
 
     def current_step(self) -> int:
-        """Return the number of outer steps taken, including the one that should_commit has just confirmed."""
+        """Return the number of outer steps taken, including the step that should_commit has just confirmed."""
         return self.rounds.current_step()
 
     batches_committed = current_step  # another of torchft's names

@@ -22,7 +22,7 @@ class OuterRounds(Protocol):
     leaving, fenced: this session should end soon; why: the reason as text.   behind: the next sync is due at once.
     h_cap: useful number of inner steps.   done_with_delta: after an outer step, nothing reads or writes its Δ.
     watchdog: the loop tells it when inner steps begin and end.
-    alone: whether only this replica's Δ was in the last mean, and no gate changed it.
+    alone: whether only this replica's Δ was in the last mean, and no gate changed this Δ.
     stats: the inner loop's numbers since the last call.
     round_began: the time when this round's inner steps began, by the rounds' clock; the log counts seconds from it.
     """

@@ -2,7 +2,7 @@
 
     Led (outer/ranks)        a rank that rank 0 leads          audit/inner.py     inner steps that are taken again
 
-Not promised: allreduce and current_step, which each of them has in its own way.
+Not promised: allreduce and current_step, which both have in their own way.
 """
 
 from typing import Any

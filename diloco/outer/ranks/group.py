@@ -9,7 +9,7 @@
 This is not the training's own group: no message waits behind a stuck GPU.  `launched_ranks` counts the processes that
 a launcher (torchrun, accelerate, diloco/process/ranks.py) has started.
 
-Not promised: several hosts; a quick end of a rank that waits for a stopped rank: it ends after PATIENCE.
+Not promised: several hosts; a quick end of a rank that waits for a stopped rank: such a rank ends after PATIENCE.
 """
 
 import faulthandler
@@ -68,7 +68,7 @@ class Group:
         return tuple(told.tolist())
 
     def spread(self, values: Tensor) -> None:
-        """Write rank 0's values into those of the others, bit for bit.   values: tensors on the CPU."""
+        """Write rank 0's values over the values of the others, bit for bit.   values: tensors on the CPU."""
         with self._with_peers():
             dist.broadcast(values, 0, group=self._group)
 
@@ -119,7 +119,7 @@ def show_ranks() -> str:
 
 
 def place_words(places: Mapping[str, str]) -> str:
-    """Return the ranks' places, those of fewer ranks first; ranks that wait in a collective come last."""
+    """Return the ranks' places, rare places first; ranks that wait in a collective come last."""
     together: dict[str, list[str]] = {}
     for rank, place in places.items():
         together.setdefault(place, []).append(rank)
@@ -134,7 +134,7 @@ def _calls_of(rank: str) -> Path:
 def await_ranks(store: Any, index: int, count: int, absent_s: float) -> None:
     """Wait until all ranks have called this. Raise OuterError after `absent_s`.
 
-    A rank that never calls this may be training: it then waits for the others in its first step."""
+    A rank that never calls this may be training: then it waits for the other ranks in its first step."""
     number = next(_begun)
     keys = [f"diloco/{number}/{rank}" for rank in range(count)]
     store.set(keys[index], "here")

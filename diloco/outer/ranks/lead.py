@@ -1,4 +1,4 @@
-"""The choice of a process's manager: its own, or one that follows rank 0.
+"""The choice of a process's manager: its own, or a manager that follows rank 0.
 
     manager = lead(lambda: StoreManager("s3://bucket/run", slot="r00"))
                  │ one process: that manager
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def lead(make: "Callable[[], StoreManager]", absent_s: float = ABSENT_S) -> "StoreManager | Led":
     """Return a manager for this process.   make: called in a process without ranks, or on rank 0.
 
-    absent_s: seconds that a rank waits for the others to call this. Raises OuterError."""
+    absent_s: seconds that a rank waits until the others call this function. Raises OuterError."""
     if launched_ranks() == 1:
         if words := lone_words():
             warnings.warn(words, stacklevel=3)

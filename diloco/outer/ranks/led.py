@@ -47,7 +47,7 @@ NOTHING = -1  # a value: no fragment, or no missed step
 
 
 class Word(NamedTuple):
-    """The message of rank 0 after a call.   value: its result.   step, participants, h_cap: as the call left them."""
+    """The message of rank 0 after a call.   value: the result.   step, participants, h_cap: after the call."""
 
     outcome: int = DONE
     value: int = 0
@@ -104,7 +104,7 @@ class Led(StandIn):
     # ---------------------------------------------------------------- rank 0's word
 
     def _lead(self, act: Callable[[], int | None]) -> int:
-        """Act on rank 0. Return its value on every rank; if it raises an error, raise one on every rank."""
+        """Act on rank 0. Return its value on every rank; if it raises an error, raise an error on every rank."""
         outcome, value, error = DONE, 0, None
         if self.group.is_main:
             try:
@@ -236,7 +236,7 @@ def merged_numbers(of_ranks: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def refuse_unequal(of_ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: for each rank, name -> value."""
+    """Raise OuterError for the first rank that differs from rank 0.   of_ranks: name -> value, for each rank."""
     for rank, theirs in enumerate(of_ranks):
         for what, ours in of_ranks[0].items():
             if theirs[what] != ours:
@@ -263,4 +263,4 @@ def _difference(ours: Any, theirs: Any) -> str:
         name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
         return f"{name} is {ours.get(name)!r} on rank 0, {theirs.get(name)!r} there"
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return f"parameter {at} is {ours[at : at + 1]} on rank 0, {theirs[at : at + 1]} there"
+    return f"parameter {at} is {ours[at : at + 1]} on rank 0, {theirs[at : at + 1]} on this rank"

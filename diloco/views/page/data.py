@@ -3,7 +3,7 @@
     report ──▶ head      name, state, sessions, evaluations, events, costs, rollouts, config          rewritten
            └─▶ chunk n   outer steps CHUNK·n … CHUNK·(n+1) − 1, by column: times, metrics, bytes      mostly final
 
-    head["chunks"][n] is the version of chunk n. A page requests a chunk again only if it changed, the newest first.
+    head["chunks"][n] is the version of chunk n. A page requests only changed chunks again, the newest first.
 
 A number is rounded to five digits; a number that is not finite is null.  Texts are as replicas wrote them, without
 control characters; a page must show them as text (assets/, freeze.py).
@@ -44,14 +44,14 @@ from rendezvous.layout import is_actor
 FORMAT = 1  # format of head and chunks; a page shows only data of its own format
 CHUNK = 100  # outer steps in a chunk
 NEWEST_EVENTS = 300
-LONGEST = 2000  # at most so many characters of one text of the config, or of an event
+LONGEST = 2000  # the limit of one text of the config or of an event, in characters
 MARKS = 2000
 OUTER = (*NUMBERS, "outer_lr")
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Data that a page shows beside its report.   costs: as in `diloco costs --json`.   early, late: rollouts.
+    """Data that a page shows beside its report.   costs: those of `diloco costs --json`.   early, late: rollouts.
 
     troubles: found in the report, worst first.   read_at: slot -> time of its heartbeat's read.   partial: some
     records are not read yet.   poll_s: seconds until a page requests again, 0: never.
@@ -254,7 +254,7 @@ def _shortened(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """Chunks as bytes.   bodies: chunk's number -> body.   versions: of every chunk; None if it was not read.
+    """Chunks as bytes.   bodies: chunk's number -> body.   versions: every chunk's; None if it was not read.
 
     counted: slot -> how often its work was fresh, gated, late, lost."""
 

@@ -43,7 +43,7 @@ _BANNER = re.compile(r"\A/\*!.*?\*/\s*", re.S)  # uPlot's short banner; the page
 
 
 def write_frozen(data: Mapping[str, Any], to: Path) -> Path:
-    """Write the page and return its path.   to: a folder, for its report.html, or a name of its own with .html.
+    """Write the page and return its path.   to: a folder, for its report.html, or a file's name with .html.
 
     Raise FileExistsError for another file of that name."""
     path = to if to.suffix == ".html" and not to.is_dir() else to / FILE

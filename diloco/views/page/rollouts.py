@@ -27,7 +27,7 @@ from rendezvous import layout
 from rendezvous.store import Readable
 from rendezvous.stores.ahead import Ahead
 
-SESSIONS = 2  # rollouts are read of so many first and so many newest sessions
+SESSIONS = 2  # the number of first and of newest sessions whose rollouts are read
 MOST = 3  # rollouts of one session
 LONGEST = 6000  # at most so many characters of one turn
 REACH = 6  # steps of the search for the newest number at the first look; later looks request only the next number

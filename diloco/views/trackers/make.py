@@ -22,7 +22,7 @@ from diloco.views.trackers.tracker import CurveTracker, TrackerError
 
 
 def make_tracker(name: str, folder: Path) -> CurveTracker:
-    """Make a tracker.   folder: for TensorBoard's event files."""
+    """Make a tracker.   folder: where TensorBoard's event files go."""
     if name == "wandb":
         from diloco.views.trackers.on_wandb import WandbTracker
 

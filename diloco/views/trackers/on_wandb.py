@@ -75,7 +75,7 @@ class WandbTracker:
 
 
 def run_id(run: TrackedRun) -> str:
-    """Return the run's id in wandb: the same for every reader of the run; different for a new run under its URL."""
+    """Return the run's id in wandb: the same id for every reader of the run, another id for a new run under its URL."""
     return f"diloco-{run.nonce}"[:64]
 
 
@@ -98,7 +98,7 @@ def history_steps(path: Path) -> Iterator[int]:
 
 
 def read_records(raw: bytes) -> Iterator[bytes]:
-    """Yield the records of a .wandb file up to the first incomplete one."""
+    """Yield the records of a .wandb file up to the first incomplete record."""
     at = FILE_HEAD
     body = b""
     while at + HEAD.size <= len(raw):

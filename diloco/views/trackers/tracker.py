@@ -33,7 +33,7 @@ class TrackerBusy(TrackerError):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run for a tracker.   nonce: that of run.json, the same on every machine."""
+    """A run for a tracker.   nonce: the nonce in run.json, the same on every machine."""
 
     name: str
     nonce: str

@@ -1,4 +1,4 @@
-"""The verbs that change a running fleet: more or fewer replicas, drain one, stop all.
+"""The verbs that change a running fleet: more or fewer replicas, drain one replica, stop all replicas.
 
     scale drain ─▶ control records, which a supervisor reads        stop ─▶ the platforms, until all replicas have ended
 

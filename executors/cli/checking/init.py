@@ -176,7 +176,7 @@ def _sums() -> StarterTask:
         "        return 0.0\n"
         "    return 0.3 + 0.7 * len(expected) / len(text)"
     )
-    worth = "0 without the number. With it 0.3 and more: 1 if the text is the number alone."
+    worth = "0 without the number. At least 0.3 with it, and 1 if the text is the number alone."
     said = {"right": "37", "long": "The sum is 37", "wrong": "9 + 28 = 36"}
     return StarterTask(rows, HELD_OUT, length=12, worth=worth, body=body, **said)
 

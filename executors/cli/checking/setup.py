@@ -60,7 +60,7 @@ def setup(place: str, url: str, secret: str, clock: Clock, ask: Ask, environ: Ma
 
 
 def next_command(place: str, url: str, secret: str) -> str:
-    """Return the command to type next.  Its run is small: a model of 0.1 M parameters, 12 outer steps."""
+    """Return the command to type next.  That run is small: a model of 0.1 M parameters, 12 outer steps."""
     if place == "modal":
         secrets = "" if url.startswith("modal://") else f" --secret {secret}"
         return (

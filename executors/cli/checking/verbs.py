@@ -26,7 +26,7 @@ from rendezvous.clock import SystemClock
 if TYPE_CHECKING:
     from inner.usercode.trial import PromptTrial, Trial
 
-WIDTH = 72  # at most so many characters that `diloco check` shows of a prompt or completion
+WIDTH = 72  # the limit of characters that `diloco check` shows of a prompt or completion
 
 
 def add_verbs(verbs: Any) -> None:
@@ -86,7 +86,7 @@ def _check(args: Namespace) -> Answer:
 
 
 def check_lines(trial: "Trial", reward: str) -> list[str]:
-    """Return the lines that `diloco check` prints.   reward: its name in the config."""
+    """Return the lines that `diloco check` prints.   reward: the reward's name in the config."""
     shortest, longest = trial.tokens
     how = "through the model's chat template" if trial.template else "as plain text"
     lines = [f"{trial.prompts} prompts of {shortest} to {longest} tokens, {how}"]

@@ -3,7 +3,7 @@
     boxes_used {boxes, box_s} of replicas and actors ── summed ──▶ "  boxes      e2b         512    1.40     0.14"
     heartbeats: US dollars ─────────────────────────────────────────────────────────────────────────────────┘
 
-Not promised: the boxes of a batch whose replica was killed (neither source has them); the provider's invoice.
+Not promised: the boxes of a batch whose replica was killed (neither source has these boxes); the provider's invoice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ class BoxCosts:
 
 
 def box_costs(sampling: Mapping[str, Any], events: Sequence[Mapping[str, Any]], usd: float) -> BoxCosts | None:
-    """Return the sums of a run whose [inner.sampling] names a provider; None for other runs.   usd: by the heartbeats.
+    """Return the sums of a run whose [inner.sampling] names a provider; None for other runs.   usd: heartbeats' sum.
 
     An event has the price that the replica knew.  A replica knows no price of a flavor that the environment file chose.
     """

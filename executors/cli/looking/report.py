@@ -23,7 +23,7 @@ from rendezvous.store import Readable, Store
 
 
 def write_page(report: Report, store: Readable, to: Path, now: float) -> Path:
-    """Write the page; return its path.   to: as in write_frozen.   now: Unix time.   Raises UsageError."""
+    """Write the page; return its path.   to: the same as in write_frozen.   now: Unix time.   Raises UsageError."""
     try:
         return write_frozen(whole_page(report, store, now), to)
     except OSError as error:
@@ -40,7 +40,7 @@ def whole_page(report: Report, store: Readable, now: float) -> dict[str, Any]:
 
 
 def page_beside(report: Report, rollouts: RolloutEnds, now: float) -> Beside:
-    """Return costs, troubles and rollouts.   The troubles of an ended run are those at its last sign of life."""
+    """Return costs, troubles and rollouts.   For an ended run, these are the troubles at its last sign of life."""
     spent = costs(report, now)
     found = {**costs_dict(spent), **cost_status(spent, report.wanted)}  # as in `diloco costs --json`
     at = report.last_sign if report.done or report.stopped else now
@@ -79,7 +79,7 @@ def publish_refused(error: Exception) -> str:
 
 
 def late_rewards_of(report: Report, store: Store, run: str = "") -> dict[str, dict[str, Any]]:
-    """Return the counts of late rewards by name; {} if the run records no rollouts, so that none can be rewarded.
+    """Return the counts of late rewards by name; {} if the run records no rollouts, so that no rollout can be rewarded.
 
     run: nonce of run.json."""
     if not report.setting("fleet", "record_rollouts", False):

@@ -102,7 +102,7 @@ class ShortRun:
 def short_answer(run: ShortRun, verb: str, *, grace_s: float | None = None, purge: bool = False) -> Answer:
     """Answer one of VERBS.   Raise UsageError for other verbs, which need records.
 
-    Raise RecordsLost for an ordinary run without run.json, of which only `stop` is answered: it ends the processes.
+    Raise RecordsLost for an ordinary run without run.json, for which only `stop` works: it ends the processes.
     """
     if verb != "stop" and has_lost_run_json(run.url):
         raise RecordsLost(

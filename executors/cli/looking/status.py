@@ -17,8 +17,8 @@ The line about the run's supervisor:
     … was last heard 3 h 2 min ago                   older: it was killed or cut off; how to replace it
     no supervisor; the last one ended with code 1: … the reason, from the log
 
-Not promised: that a silent supervisor is dead; another one takes over only if its heartbeat does not change.  Not
-promised: that a line is up to date, as the bucket is read a few times per second.
+Not promised: that a silent supervisor is dead; another supervisor takes over only if the heartbeat does not change.
+Not promised: that a line is up to date, as the bucket is read a few times per second.
 """
 
 import shlex

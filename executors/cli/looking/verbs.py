@@ -1,4 +1,4 @@
-"""The verbs that show a run. All only read its bucket, except for `--publish`, and for drain and scale in `watch`.
+"""The verbs that show a run. All verbs only read its bucket, except `--publish`, and drain and scale in `watch`.
 
     status costs report diff   short; they write nothing before all is read, so they are repeated if the bucket is busy
     watch logs                 follow a run

@@ -5,7 +5,7 @@
     stop_run, with its proof     ─▶ refused if a process may still run
     a record `Superseded`, written as commit 0  ─▶ refused if a step was committed meanwhile; else RUN/again counts
 
-If two users do this at once, they supersede one run and found one: run.json in RUN/again is written once.
+If two users do this at once, they supersede one run and found one run: run.json in RUN/again is written once.
 
 Not promised: that costs and budget of the second run include the costs of the first.
 """

@@ -40,7 +40,7 @@ GOAL = 0.9  # mean reward of the last outer step; the warm start begins below 0.
 
 
 def demo_answer(url: str, *, as_json: bool) -> Answer:
-    """Run the demo; return the answer of the command.   url: of a folder, as typed; "" for the default."""
+    """Run the demo; return the answer of the command.   url: a folder's URL, as typed; "" for the default."""
     folder = Path(shareable_url(url).removeprefix("file://")) if url else None
     if not as_json:
         return Answer(code=demo(folder))
@@ -110,7 +110,7 @@ def is_kill_due(beat: Beat, report: Report) -> bool:
 
 
 def extra_checks(report: Report) -> list[Check]:
-    """Return the demo's own checks, in addition to those of every run."""
+    """Return the demo's own checks, in addition to the checks of every run."""
     killed = [x for x in report.sessions if x.how == "killed"]
     ends = first_and_last(report)
     reward = "no reward was logged" if ends is None else f"mean reward {ends[0]:.2f} -> {ends[1]:.2f} (goal {GOAL})"

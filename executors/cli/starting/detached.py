@@ -53,7 +53,7 @@ NOT_HEARD = (
 
 @dataclass(frozen=True)
 class Detached:
-    """A detached supervisor.   where: its place, in words.   native: the platform's id; "" for a local process.
+    """A detached supervisor.   where: the place, in words.   native: the platform's id; "" for a local process.
 
     found: whether it ran before this command.   ended(): its outcome; None while it runs.   cancel(): ends it.
     """
@@ -69,7 +69,7 @@ class Detached:
 
 @dataclass(frozen=True)
 class Handover:
-    """Result of `hand_over`.   text: for the user.   code: exit code.   started: None if a supervisor ran already."""
+    """Result of `hand_over`.   text: shown to you.   code: exit code.   started: None if a supervisor ran already."""
 
     text: str
     code: int
@@ -77,7 +77,7 @@ class Handover:
 
 
 def detach_answer(run: Run, url: str) -> Answer:
-    """Start a supervisor elsewhere; return the answer of the command.   url: as typed."""
+    """Start a supervisor elsewhere; return the answer of the command.   url: the run's URL, as you typed it."""
     found = hand_over(run, SystemClock(), answers.say)
     begun = found.started
     data = {"run": run.url, "started": begun is not None and found.code == 0, "code": found.code, "text": found.text}
@@ -169,7 +169,7 @@ def _shell_code(code: int | None) -> int:
 def _wait_until_watching(
     run: Run, clock: Clock, started: Detached, before: Beat | None, say: Callable[[str], None]
 ) -> Outcome | None:
-    """Wait until the supervisor supervises, and return None; its outcome if it ends first, or stays silent."""
+    """Wait until the supervisor supervises, and return None; or return its outcome if it ends first or stays silent."""
     began = said_at = clock.now()
     while (outcome := started.ended()) is None:
         if _has_looked_since(run.store, before):

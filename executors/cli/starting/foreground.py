@@ -1,4 +1,4 @@
-"""`diloco train` in a terminal: this process supervises (with --detach another one does, detached.py).
+"""`diloco train` in a terminal: this process supervises (with --detach, another process does: detached.py).
 
     Ctrl-C asks the replicas to leave, a second Ctrl-C kills them
     if another process supervises the run already, this process only shows it (look_on.py)

@@ -79,7 +79,7 @@ def found_script(typed: ScriptRequest, asked: StartRequest) -> Run | Answer:
 
 
 def end_of(run: Run, outcome: Outcome) -> Outcome:
-    """Return the outcome of a script's finished run: a failure if the script failed after its training everywhere.
+    """Return the outcome of a script's finished run: a failure if the script failed after its training in all replicas.
 
     A failure no longer counts once a later session has ended well."""
     newest = {x.slot: x for x in sorted(Reader(run.store, STATUS).refresh().sessions, key=lambda x: x.generation)}

@@ -55,7 +55,7 @@ def plan(config: RunConfig, asked: quote.StartRequest, bucket: outlook.Bucket, c
 
 
 def existing_run(config: RunConfig, url: str, steps: int | None) -> list[str]:
-    """Return a note on the run at this URL, [] without one.   steps: outer steps that you ask for, if any.
+    """Return a note on the run at this URL, [] without a run.   steps: outer steps that you ask for, if any.
 
     Raise the error with which `train` would refuse to continue there, or to found a run."""
     store = open_signed(url)

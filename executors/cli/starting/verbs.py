@@ -241,7 +241,7 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
 
 
 def _has_model(run: "Run") -> bool:
-    """Whether `diloco export` has a model to write; a script with make_diloco publishes none."""
+    """Whether `diloco export` has a model to write; a script with make_diloco publishes no model."""
     with suppress(RendezvousError):
         return run.store.get(layout.MODEL_MANIFEST) is not None
     return True

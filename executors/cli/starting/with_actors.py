@@ -1,7 +1,7 @@
 """The settings of a run with actors, for `train` and `plan`.
 
     a new run              its config, with the settings that actors need
-    an existing run        its settings stay; refused if they have no use for actors
+    an existing run        its settings stay; refused if these settings have no use for actors
 
 Not promised: that a run which cannot be reached now accepts actors.
 """

@@ -249,7 +249,7 @@ def _leaving_on(*numbers: signal.Signals, app: WatchApp) -> Generator[None]:
 
 def run_app(looks: RunLooks) -> int:
     """Show the screen until the user quits; return the exit code."""
-    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets them; textual would never follow a resize
+    for name in ("COLUMNS", "LINES"):  # a shell or `docker exec -e` sets these; textual would never follow a resize
         os.environ.pop(name, None)
     app = WatchApp(looks)
     with _leaving_on(signal.SIGTERM, signal.SIGHUP, app=app):

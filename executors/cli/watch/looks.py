@@ -3,7 +3,7 @@
     bucket ──LiveReader──▶ report ──▶ Picture ──▶ a terminal: executors/cli/watch/app.py
        └─ an error: the next look is after 5, 10, 20 … 60 s
 
-A Picture is complete and immutable, and is all that the reading and the drawing thread share.
+A Picture is complete and immutable, and the reading and the drawing thread share nothing else.
 These reads change nothing, so the command may be killed and started again.
 
 Not promised: a picture that is newer than its bucket; stale data are marked with their age.
@@ -70,7 +70,7 @@ class RunLooks:
         begun = self._begun
         self._begun = None
         while begun and not wait([begun], timeout=1.0).done:
-            pass  # short turns: a Ctrl-C that arrives just before a turn is heard only after it
+            pass  # short turns: a Ctrl-C that arrives just before a turn takes effect only after the turn
         report = self._live.next_look() if begun is None else begun.result()
         if report is None:
             return None
@@ -104,7 +104,7 @@ def with_beats_as_read(report: Report, read_at: Mapping[str, float], now: float)
 
 
 def error_words(error: BaseException) -> str:
-    """Return a line for the user; for an unexpected error with its type."""
+    """Return a line for the user, with the error's type if the error is unexpected."""
     expected = isinstance(error, RendezvousError | OSError)
     words = " ".join(str(error).split())
     return words if expected and words else f"{type(error).__name__}: {words}"

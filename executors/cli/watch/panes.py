@@ -52,7 +52,7 @@ class Panes:
         self._drawn = []
 
     def draw(self, name: str, act: Callable[[], None]) -> None:
-        """Draw a part, or write there that this failed; the other parts are still drawn."""
+        """Draw a part, or write in its place that the drawing failed; the other parts are still drawn."""
         try:
             act()
         except Exception as error:

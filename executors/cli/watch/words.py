@@ -110,7 +110,7 @@ def freshness_line(read_s: float, trouble: str, width: int) -> str:
 
 
 CELLS: Sequence[tuple[str, int, int, Callable[[SessionRow], str]]] = (
-    # title, size (see _cell) on a narrow terminal and on a wide one, text; after them, the session's end fills the line
+    # title, size (see _cell) on a narrow and on a wide terminal, text; the session's end fills the rest of the line
     ("session", 8, 10, lambda row: row.name),
     ("place", 8, 16, lambda row: row.place),
     ("device", 7, 18, lambda row: short_device(row.device)),
@@ -152,7 +152,7 @@ def _cell(text: str, size: int) -> str:
 
 
 def _beat_age(row: SessionRow) -> str:
-    """Return the heartbeat's age as "2 s"; "~40 s" if it was not read lately, and may be newer."""
+    """Return the heartbeat's age as "2 s"; "~40 s" if the heartbeat was not read lately, and may be newer."""
     if row.beat_age_s is None:
         return ""
     age = f"{row.beat_age_s:.0f} s" if row.beat_age_s < 100 else f"{row.beat_age_s / 60:.0f} min"

@@ -73,7 +73,7 @@ class Door:
 
 
 def _is_address(name: str) -> bool:
-    """Whether the host is an IP address.  Another site's name can point to this machine; its IP address cannot."""
+    """Whether the host is an IP address.  A site's name could point here by DNS rebinding; an address cannot."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

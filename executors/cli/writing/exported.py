@@ -75,7 +75,7 @@ def mark_export(to: Path, run: str, step: int, files: Sequence[str] = ()) -> Non
 
 
 def _earlier_files(to: Path) -> list[str]:
-    """Return the file names in the previous export's mark; [] if there is no mark, or if it cannot be read."""
+    """Return the file names in the previous export's mark; [] if there is no mark, or an unreadable mark."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         names = json.loads((to / MARK).read_text(encoding="utf-8"))["files"]
         return [name for name in names if isinstance(name, str) and name not in ("", ".", MARK)]

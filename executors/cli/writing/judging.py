@@ -5,7 +5,7 @@
 
 The command follows `--`; `split_command` removes both before argparse could parse them.
 
-Not promised: any protection from the command; you supply it, and it runs with your rights.
+Not promised: any protection from the command; you supply the command, and it runs with your rights.
 """
 
 import time

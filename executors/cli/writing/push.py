@@ -32,7 +32,7 @@ from rendezvous.clock import SystemClock
 
 CARD, ROLLOUTS = "README.md", "rollouts.jsonl"
 SHARD = f"model-{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
-# an export writes no others; on the Hub `*` matches `/` too, so it would delete files of the user's own folders
+# an export writes no other files; on the Hub `*` matches `/` too, and would delete files of the user's own folders
 WEIGHTS = (
     "adapter_config.json", "adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", SHARD,
 )  # fmt: skip

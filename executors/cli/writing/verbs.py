@@ -5,7 +5,7 @@
     gc reward                    the only verbs that change the bucket: objects are deleted; a late reward is added
 
 Not promised: that manual changes in a folder of an earlier export are kept; that the weights θ of every step are kept
-(`verify` lists the kept ones).
+(`verify` lists the kept steps).
 """
 
 import sys
@@ -202,7 +202,7 @@ def _gc(args: Namespace, run: "Run") -> Answer:
 
 
 def _is_deletion_agreed(lines: list[str]) -> bool:
-    """Ask the user on a terminal; without one raise UsageError, which names --yes."""
+    """Ask the user on a terminal; without a terminal raise UsageError, which names --yes."""
     from executors.preflight import quote
 
     if not sys.stdin.isatty():

@@ -7,7 +7,7 @@
 
 Without this check torch would train on the CPU without a warning, at the price of the GPU.
 
-Not promised: that the GPU is of the kind that was asked for; platforms may give a better one for the same price.
+Not promised: that the GPU is of the kind that was asked for; platforms may give a better GPU for the same price.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ If that count rose, a process that ended by SIGKILL was killed for its memory.  
 exit code, because its fork server was killed as well.  If the count did not rise, another process sent the kill, which
 may be a preemption.
 
-Not promised: a count if the container does not show its cgroup (gVisor); then only the platform's words show it.
+Not promised: a count if the container does not show its cgroup (gVisor); then only the platform's words show a kill.
 """
 
 import re

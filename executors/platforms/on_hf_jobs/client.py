@@ -31,7 +31,7 @@ ANSWER_S = 20.0  # limit for one answer of the Hub
 ENOUGH_S = 120.0  # limit for a request with all its tries
 PRICES_AGAIN_S = 60.0  # seconds between two requests for the prices of existing jobs
 UNTIL = "until"  # the job label with the end of the lease
-ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # a job in any other stage, also an unknown one, is alive
+ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # a job in any other stage, also an unknown stage, is alive
 NAMESPACE = "DILOCO_JOBS_NAMESPACE"  # environment variable of a job with a lease
 PER_HOUR = {"second": 3600, "minute": 60, "hour": 1}
 HINTS = {
@@ -138,7 +138,7 @@ class Hub:
     # ------------------------------------------------------------------ hardware
 
     def prices(self) -> dict[str, float | None]:
-        """Return dollars per hour of each flavor; None if this code does not know the Hub's unit of time."""
+        """Return dollars per hour of each flavor; None if we do not know the Hub's unit of time."""
         if not self._prices:
             rows = self.patient("list the hardware", lambda: self.api.list_jobs_hardware())
             units = {row.name: PER_HOUR.get(row.unit_label) for row in rows}
@@ -158,7 +158,7 @@ class Hub:
     def jobs(self, run: str, slot: str = "", attempt: int = 0, *, alive: bool = False) -> list[HubJob]:
         """Return all jobs of a run, or of one launch, the oldest first.  One try: the caller handles an error.
 
-        alive: only jobs that have not ended, because a long run has thousands of ended ones.
+        alive: only jobs that have not ended, because a long run has thousands of ended jobs.
         """
         labels = {"run": run_label(run)} | ({"slot": slot, "attempt": str(attempt)} if slot else {})
         jobs = self._list_jobs(labels, sorted(self._live) if alive else ())

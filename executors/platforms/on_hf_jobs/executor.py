@@ -44,7 +44,7 @@ from rendezvous.clock import Clock
 NAME = "hf-jobs"
 HOSTED = "executors.supervision.hosted"  # the module of a supervisor's job
 WATCH_S = 12 * 3600.0  # a supervisor's time limit, if its spec has none
-WATCHES = 10  # starts of a supervisor's job by the Hub, at most; after a good end there is no further start
+WATCHES = 10  # the limit of the Hub's starts of a supervisor's job; after a good end there is no further start
 DOWNLOAD_GB, DOWNLOAD_S = 4.0, 180.0  # size and download time of a replica's packages; a guess, never measured there
 END_LINES = 64  # last lines of a log that are read to find its end
 
@@ -130,7 +130,7 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def memory_key(self, handle: Handle) -> Launch:
-        """Return the handle's launch: all jobs of one launch share a status, that of the job that counts."""
+        """Return the handle's launch: all jobs of one launch share the status of the job that counts."""
         return launch_of(handle)
 
     def needs_look(self, handle: Handle) -> bool:
@@ -176,11 +176,11 @@ class HFJobsExecutor(Executor):
     # ------------------------------------------------------------------ ending
 
     def may_run(self, handle: Handle) -> bool:
-        """Whether the launch has or had a job; after that job's end, a second job of the launch may still run."""
+        """Whether the launch has or had a job; even after a job's end, a second job of the launch may run."""
         return bool(handle.native)
 
     def stop(self, handles: Sequence[Handle], kill: bool) -> None:
-        """End all jobs of these launches.  If the Hub does not tell now whose job a job is, end that job later."""
+        """End all jobs of these launches.  If the Hub does not tell now to which run it belongs, end it later."""
         last = {h: self.known.last_status(h) for h in handles}
         going = [h for h, known in last.items() if not (known.state.ended and known.handle.native == h.native)]
         own = at_once([lambda h=h: self._jobs.is_of_run(h.run, h.native) for h in going], ANSWER_S)
@@ -224,7 +224,7 @@ def _start_request(hub: Hub, recipe: Recipe, options: Mapping[str, Any], spec: R
 
 
 def _look_up_status(hub: Hub, handle: Handle, listed: Sequence[HubJob]) -> Status:
-    """Return the status of one launch.   listed: its live jobs."""
+    """Return the status of one launch.   listed: the launch's live jobs."""
     is_listed = any(j.id == handle.native for j in listed)
     own = None if is_listed else hub.job(handle.run, handle.native)  # the job has ended, or the list is old
     others = [] if listed else hub.jobs(handle.run, handle.slot, handle.attempt)  # ended jobs, too

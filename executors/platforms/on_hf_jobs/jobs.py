@@ -35,7 +35,7 @@ class JobLists:
         return self._hub.patient("list jobs", lambda: self.list_once(run, alive=False))
 
     def list_once(self, run: str, *, alive: bool = True) -> list[HubJob]:
-        """List the live jobs of a run, or all, without a retry."""
+        """List the live jobs of a run, or of all runs, without a retry."""
         self._listed_at[run] = self._clock.now()
         self._lists[run] = found = self._hub.jobs(run, alive=alive)
         return found

@@ -11,7 +11,7 @@ Another user may have written these data, or copied them with the run.  So signa
 to processes that are marked as working for this run (diloco/process/processes.py).
 A process first writes its process file (.json), and there is one such file per (slot, attempt).  So one process runs
 the launch, even if several launchers start it or a launcher dies.
-Replicas survive the end of their launcher; with `python -m diloco.replica --parent` they notice it and can leave.
+Replicas survive the end of their launcher; with `python -m diloco.replica --parent` they notice this end and can leave.
 
 Not promised: an exit code for a process whose launcher and fork server are both gone (then it is LOST).
 """
@@ -129,8 +129,8 @@ class LocalProcessExecutor(Executor):
     """The executor for this machine.   preload: modules that the fork server imports once, before the first launch.
 
     folder: where logs go (default: below the run's folder).   method: "fork" or "spawn" (default: "fork" if it works).
-    env: variables for every child; added to settings for one BLAS thread each, so that replicas share the cores fairly.
-    cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
+    env: variables for every child; added to settings for one BLAS thread per child, so that replicas share the cores
+    fairly. cores, gpus: cores and GPUs that each replica may use (executors/platforms/on_host/affinity.py).
     devices: how many processes train a replica's model together; with `gpu`, each process gets one GPU.
     """
 
@@ -223,7 +223,7 @@ class LocalProcessExecutor(Executor):
         return {**spec.to_dict(), **more, "handle": handle.to_dict()}
 
     def _share_of(self, spec: ReplicaSpec) -> tuple[str, list[int]]:
-        """Return the replica's CUDA devices ("" if the spec asks for none) and its cores ([]: all cores)."""
+        """Return the replica's CUDA devices ("" if the spec asks for no device) and its cores ([]: all cores)."""
         if not (spec.gpu or self._cores):
             return "", []
         from executors.platforms.on_host.affinity import cores_of, gpu_of
@@ -240,7 +240,7 @@ class LocalProcessExecutor(Executor):
         return True
 
     def needs_look(self, handle: Handle) -> bool:
-        """Whether a poll looks at the process; True shortly after its end, too: its exit code may still be missing."""
+        """Whether a poll looks at the process; True shortly after its end, too, if the exit code may be missing."""
         return self.known.why_not_started(handle) is None
 
     def observe(self, handles: Sequence[Handle]) -> list[Status]:

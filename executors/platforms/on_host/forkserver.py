@@ -219,8 +219,8 @@ class _Server:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import the modules that can be imported; the replica itself reports a missing one."""
-    gc.disable()  # an import makes objects that stay; searching them again and again took a seventh of the time
+    """Import the modules that can be imported; the replica itself reports a missing module."""
+    gc.disable()  # imported objects stay, so searching them for garbage would waste a seventh of the time
     for name in names:
         try:
             importlib.import_module(name)

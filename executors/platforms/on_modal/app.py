@@ -41,7 +41,7 @@ PREFIX = "diloco-"
 SUPERVISE = "supervise"
 NEXT_SUPERVISOR = "executors.supervision.hosted:start_next"
 CUT_OFF = "executors.supervision.hosted:is_cut_off"
-CRASHES = 3  # after so many containers that died without a report, a launch has failed
+CRASHES = 3  # a launch has failed after so many containers that died without a report
 
 
 def app_name(run: str) -> str:
@@ -125,7 +125,7 @@ class Register:
     def begin(self, spec: ReplicaSpec, mark: str) -> int:
         """Record that a container of this launch begins; return its number, from 1.
 
-        mark: unique to this container, so that it recognises its own record if the answer was lost.
+        mark: unique to this container, which so recognises its own record if the answer was lost.
         """
         entry = f"{time.time():.3f} {mark}"
         n = 1
@@ -201,17 +201,17 @@ def replica(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, An
             raise
     except sdk().exception.NotFoundError:
         return ended(
-            exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, and this call with it"
+            exitcodes.FENCED, f"the register {note.register} is gone: the run was purged, so this call ends, too"
         )
     except Exception as error:  # an error between Modal's own services counts as LOST, not as the replica's fault
         return ended(None if no_answer(error) else 1, f"{type(error).__name__}: {error}")
 
 
 def supervise(raw: Mapping[str, Any], raw_note: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a run's supervisor like a replica; at its time limit, start the next one.
+    """Run a run's supervisor like a replica; at its time limit, start the next supervisor.
 
-    Raise if no next supervisor could be started, or if this one was cut off: Modal then repeats the call.  The register
-    counts the repetitions, and a supervisor that died too often is not repeated.
+    Raise if no next supervisor could be started, or if this supervisor was cut off: Modal then repeats the call.  The
+    register counts the repetitions, and a supervisor that died too often is not repeated.
     """
     end = replica(raw, raw_note)
     if end["exit_code"] == exitcodes.RESUME:

@@ -5,7 +5,7 @@
     ImageBuildError             ─▶ the build's last lines
     no answer                   ─▶ repeated for 10 s, then Unavailable: the request may work later
 
-Only this module imports the client, and only when it is needed.
+Only this module imports the client, and only when a caller needs the client.
 
 Not promised: the texts of Modal's errors.  These texts change without notice, so no decision depends on them.
 """

@@ -8,7 +8,7 @@
 Calls of a deployed app continue if this process ends, and the dict lets another process find them.  Modal itself
 starts a preempted or crashed input again, under the same handle; the number of crashes is limited.
 
-Not promised: that a RUNNING call has a container: after a preemption, none exists until the next start.
+Not promised: that a RUNNING call has a container: after a preemption, no container exists until the next start.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -229,7 +229,7 @@ class ModalExecutor(Executor):
         return [f"the app {name} on {self.name}, with all that runs in it" for name in names]
 
     def shutdown(self, run: str) -> None:
-        """End all calls of a run, also unregistered ones, by stopping its app."""
+        """End all calls of a run, also unregistered calls, by stopping its app."""
         _at_once(self._threads, lambda h: self._apps.register_of(run).ask(h.slot, h.attempt), self.find(run))
         with translated_errors("stop the run's app"):
             modal_client.stop_app(app_name(run), self._clock)

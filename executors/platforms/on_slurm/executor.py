@@ -187,7 +187,7 @@ class SlurmExecutor(Executor):
 
     @cached_property
     def _longest_s(self) -> float:
-        """The longest time that the partition gives a job, in seconds; inf if it has no limit, or sinfo names none."""
+        """The longest time that the partition gives a job, in seconds; inf if sinfo names no limit."""
         asked = self._sbatch.get("partition")
         rows = [] if self._cluster == "local" else _sinfo("%P|%l", *([f"--partition={asked}"] if asked else []))
         named = [row.split("|") for row in rows if "|" in row and (asked or row.split("|")[0].endswith("*"))]
@@ -200,7 +200,7 @@ class SlurmExecutor(Executor):
     # ------------------------------------------------------------------ watching
 
     def observe(self, handles: Sequence[Handle]) -> list[Status | ExecutorError]:
-        """Return a status per handle, from a call of squeue, and a call of sacct for jobs that squeue has forgotten."""
+        """Return a status per handle, from a call of squeue, and a call of sacct for jobs unknown to squeue."""
         open_ones = [h for h in handles if slurm_job.written_end(self._folder_of(h)) is None]
         told, trouble = _ask_slurm(open_ones) if self._cluster == "slurm" and open_ones else ({}, None)
         return [self._status_or_error(h, told, trouble) for h in handles]
@@ -385,7 +385,7 @@ def _no_answer(command: str, said: str) -> ExecutorError:
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command and ignore its errors; show those that do not say that the job has already ended."""
+    """Run a command and ignore its errors; show errors that do not say that the job has already ended."""
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
         shown = [line for line in done.stderr.splitlines() if "Invalid job id" not in line]

@@ -109,7 +109,7 @@ def kill_tree(pid: int, started: int) -> None:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a process; [] if it has ended, or this user may not read them."""
+    """Return the arguments of a process; [] if the process has ended, or this user may not read its words."""
     with suppress(OSError):
         if sys.platform.startswith("linux"):
             return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -14,7 +14,7 @@ CUDA packages get no pin: a laptop's torch for CUDA 12.6 and the index's torch f
 With vLLM, the launching machine's versions cannot be used: transformers 5.23 and vLLM 0.31 exclude each other.
 
 Not promised: that an index has the version (if not, the build fails); that vLLM finds a GPU (if not, a replica reports
-that when it starts).
+this when it starts).
 """
 
 import shlex
@@ -30,7 +30,7 @@ CHECK = "import vllm, trl; from trl.import_utils import is_vllm_available; asser
 
 
 def portable_requirement(name: str, version: str) -> str:
-    """Return a requirement: "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for OF_TORCH packages.   name: on PyPI."""
+    """Return a requirement: "torch", "2.13.0+cu126" -> "torch==2.13.0"; "" for OF_TORCH packages.   name: PyPI's."""
     if name.startswith(OF_TORCH):
         return ""
     try:

@@ -125,7 +125,7 @@ def _constraints_file() -> bytes:
     """Return a line per distribution that came from an index; a local version such as "2.13.0+cpu" becomes "2.13.0"."""
     found: dict[str, str] = {}
     for d in metadata.distributions():
-        told = d.metadata  # each look at it, or at d.version, reads and parses the file
+        told = d.metadata  # each access to it, or to d.version, reads and parses the file
         name = re.sub(r"[-_.]+", "-", told["Name"] or "").lower()
         if name and d.read_text("direct_url.json") is None:
             found.setdefault(name, versions.portable_requirement(name, told["Version"]))

@@ -9,7 +9,7 @@
 The first three return a sentence about a mistake, or "".  Too little memory is a warning and no refusal, because a
 platform may give a larger GPU than was asked for.
 
-Not promised: kinds that are not in the table; activations and generation, which come on top; memory for several
+Not promised: kinds that are not in the table; activations and generation, which need further memory; memory for several
 processes of one machine.
 """
 

@@ -54,7 +54,7 @@ def task_requirements(config: RunConfig) -> list[str]:
 
 
 def with_requirements(place: Place, needed: list[str]) -> dict[str, list[str]]:
-    """Return {"pip": the place's packages plus the missing ones}, or {}; keep packages as the user spelled them."""
+    """Return {"pip": the place's packages plus the missing packages}, or {}; keep packages as the user spelled them."""
     named = named_packages(place)
     missing = [text for text in needed if not any(_name_of(text) == _name_of(other) for other in named)]
     return {"pip": [*named, *missing]} if missing and "code" not in place.options else {}
@@ -148,7 +148,7 @@ def _name_of(requirement: str) -> str:
 
 
 def pip_versions(name: str) -> Sequence[str] | None:
-    """Return the versions of a package, newest first; [] if the index has none, None if pip gave no answer."""
+    """Return the versions of a package, newest first; [] if the index has no version, None if pip gave no answer."""
     options = ["--pre", "--retries", "1", "--timeout", "5", "--disable-pip-version-check"]
     command = [sys.executable, "-P", "-m", "pip", "index", "versions", name, *options]
     try:

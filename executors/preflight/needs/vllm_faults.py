@@ -59,7 +59,7 @@ def _vllm_conflict(place: Place) -> str:
         pin = next((p for p in vllm_requirements() if p.startswith(f"{canonicalize_name(need.name)}==")), "")
         if pin and not need.specifier.contains(pin.partition("==")[2], prereleases=True):
             return (
-                f"inner.vllm: --pip {text} on {place.executor} cannot be beside vLLM, which is installed with {pin}. "
+                f"inner.vllm: --pip {text} on {place.executor} conflicts with vLLM, which is installed with {pin}. "
                 "Name the package without a version, or leave [inner.vllm] out"
             )
     return ""

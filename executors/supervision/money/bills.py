@@ -9,7 +9,7 @@ and no heartbeat for the length of a lease, the bill ends after that lease, and 
 wrote.  A replica's time from before its launch shows a wrong clock, and ends no bill.  In doubt the sum is too high.
 
 Only heartbeats count the costs of boxes, and control records count only launches, so that new boxes never hide lost
-bills.  A control record of an older release counts both: if the log is lost, its boxes are counted twice.
+bills.  A control record of an older release counts boxes, too: if the log is lost, its boxes are counted twice.
 
 Not promised: the amount of the platform's invoice.  Storage, traffic and rounding up to minutes are not included.
 """
@@ -141,7 +141,7 @@ def _sessions_of(sessions: Mapping[Process, list[SessionSummary]], launch: Mappi
 def _end_time(
     events: Sequence[Mapping[str, Any]], newest: Sequence[SessionSummary], report: Report, now: float
 ) -> float | None:
-    """Return the end time of a launch; None while it may run.   newest: its last session, if there is one."""
+    """Return the end time of a launch; None while it may run.   newest: the launch's last session, if any."""
     began = _begin_time(events[0])
     end = next((e for e in events if e["event"] in ENDS), None)
     found = [] if end is None else [end["at"], *([number_in(end, "ended_at")] if number_in(end, "ended_at") else [])]

@@ -58,7 +58,7 @@ class SpendLimit:
         former: Sequence[Place] = (),
         emit: Emit = no_emit,
     ) -> None:
-        """Make the limit.   former: earlier places, whose running processes are still billed and have a lease."""
+        """Make the limit.   former: earlier places, whose running processes still cost money and have a lease."""
         self._store = store
         self._clock = clock
         self._executor = executor
@@ -74,7 +74,7 @@ class SpendLimit:
         return costs(report, self._clock.wall())
 
     def verdict(self, report: Report) -> SpendVerdict:
-        """Return whether the run must end now, and the lease that is due; do not write it."""
+        """Return whether the run must end now, and the lease that is due; do not write the lease."""
         budget = Budget.of(report.wanted)
         until = report.wanted.until
         spent = self.spent(report) if budget.limited or self._leases else Costs()
@@ -118,7 +118,7 @@ class SpendLimit:
         return self._prices[kind]
 
     def _due_lease(self, report: Report, spent: Costs, rate: float) -> NewLease | None:
-        """Return the lease that is due: a shorter one at once, a longer one if the present lease covers under half."""
+        """Return the lease that is due: a shorter lease at once, a longer one if the present one covers under half."""
         now = self._clock.wall()
         until = report.wanted.until
         due = lease(Budget.of(report.wanted), spent, now, rate)

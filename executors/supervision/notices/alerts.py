@@ -104,7 +104,7 @@ def told(events: Iterable[Mapping[str, Any]]) -> tuple[dict[tuple[str, str], Map
 def changes(
     began: Mapping[tuple[str, str], Mapping[str, Any]], found: Sequence[Trouble], now: float
 ) -> list[dict[str, Any]]:
-    """Return a message for each trouble that began, and for each that is over.   began: the open troubles."""
+    """Return a message for each trouble that began, and for each trouble that is over.   began: the open troubles."""
     there = {trouble.key for trouble in found}
     new_id = lambda t: f"{t.kind}-{t.slot or 'run'}-{now:.3f}"  # noqa: E731
     news = [{**asdict(t), "id": new_id(t), "state": "begun"} for t in found if t.key not in began]
@@ -134,7 +134,7 @@ class Messenger:
         self._limit_s = limit_s
         self._waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
         self.settled: queue.Queue[tuple[dict[str, Any], str]] = queue.Queue()
-        self.open = 0  # messages whose result was not taken yet; only the caller's thread changes it
+        self.open = 0  # messages whose result was not taken yet; only the caller's thread changes this
         threading.Thread(target=self._deliver_all, name="alerts", daemon=True).start()
 
     def put(self, message: dict[str, Any], body: bytes) -> None:
@@ -165,7 +165,7 @@ class Messenger:
         return f"{why}, {1 + len(self._pauses_s)} times" if why else ""
 
     def _try_once(self, body: bytes) -> str:
-        """Send once, in another thread, because a server that answers byte by byte would block this one."""
+        """Send once, in another thread, because a server that answers byte by byte would block this thread."""
         answer: queue.Queue[str] = queue.Queue()
         threading.Thread(target=lambda: answer.put(self._send(body)), name="alert", daemon=True).start()
         try:

@@ -14,7 +14,7 @@ A replica's event that its own disk was full is hidden once the replica has join
 no room for a heartbeat that reports it, so `full_words` looks at the disk.
 
 Not promised: quotas of a user or a bucket, which replicas report when a write fails; all messages: `message_lines`
-returns only the first ones.  Not promised either: the exact time of a start, which needs a running supervisor.
+returns only the first lines.  Not promised either: the exact time of a start, which needs a running supervisor.
 """
 
 import os
@@ -39,7 +39,7 @@ SETTLES = (*LAUNCH_BEGINS, *ENDS)
 AFTER_S = 120.0  # seconds for a supervisor's look, a pause before the second start, and the check of the budget
 ABOUT = (*LAUNCH_BEGINS, *LAUNCH_ENDS)
 REASONS = ("refused", "platform_silent")
-LEAST = 64 << 10  # free bytes; with fewer, not even heartbeats and logs can be written reliably
+LEAST = 64 << 10  # free bytes; with fewer bytes, not even heartbeats and logs can be written reliably
 
 
 def full_words(url: str) -> str:
@@ -108,7 +108,7 @@ HOST_DETECTORS: Mapping[str, Callable[[Report, float], list[Trouble]]] = {
 }
 
 
-# These come first: a poisoned run, then a run that does not continue, then others.  The rest keep DETECTORS' order.
+# These come first: a poisoned run, then a run that does not go on, then the rest.  The rest keep DETECTORS' order.
 MOST_URGENT = (
     "diverged", "forged", "disk_full", "platform_silent", "reward_failed", "slot_unserved", "stalled", "slot_lost",
     "budget", "alerts_failed",

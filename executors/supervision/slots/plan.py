@@ -131,7 +131,7 @@ class Observation:
     holder: what the slot's newest session does, by its heartbeat; another launcher may have started it.
     silent_s: seconds without a new heartbeat.   losses, failures: ends in a row (see Limits).
     reward_failures: consecutive ends by the reward; 0 if the latest end was of another kind.
-    native: whether a platform runs it.   beaten: whether it has sent a heartbeat.
+    native: whether a platform runs it.   beaten: whether a heartbeat was sent.
     replacing_s, draining_s: seconds since we asked it to end, for a replacement or for good (None: not asked).
     leave_s: seconds that the replica may take to leave, computed from the pace of its inner steps.
     """
@@ -192,7 +192,7 @@ class GiveUp(Action):
 
 
 def plan(desired: Desired, observed: Iterable[Observation], now: float, limits: Limits = Limits()) -> list[Action]:
-    """Return one action per slot that needs one; a slot in its desired state needs none."""
+    """Return one action per slot that needs one; a slot in its desired state needs no action."""
     found = [_action_for(desired, one, now, limits) for one in observed]
     return [action for action in found if action is not None]
 

@@ -23,7 +23,7 @@ from rendezvous.records.records import Beat
 from rendezvous.records.schema import from_json
 
 LOCAL = "local"
-LOST_LEASE = 3  # the exit code of a supervisor when another one has taken over
+LOST_LEASE = 3  # the exit code of a supervisor when another supervisor has taken over
 BLAMELESS = (exitcodes.FENCED, exitcodes.LEFT, exitcodes.DIVERGED, exitcodes.RESUME, exitcodes.GAVE_UP)
 
 
@@ -35,7 +35,7 @@ def is_from_launch(handle: Handle, who: Beat | SessionSummary) -> bool:
 
 
 def can_be_asked(handle: Handle) -> bool:
-    """Whether the handle's status can be polled; of another machine's local process, only heartbeats are seen."""
+    """Whether the handle's status can be polled; for a local process of another machine, we see only heartbeats."""
     return bool(handle.native) or handle.executor != LOCAL or handle.host == machine_name()
 
 
@@ -60,7 +60,7 @@ class History:
     """A slot's past, from the log.
 
     attempt: the highest number used.   strikes: consecutive ends.   ended_at: Unix time of the last end.
-    state, exit_code, reason: of that end.   open: launches without an end in the log.
+    state, exit_code, reason: facts of that end.   open: launches without an end in the log.
     pending: whether the newest of them waited for a machine.
     """
 
@@ -75,7 +75,7 @@ class History:
 
 
 def past(events: Iterable[Mapping[str, Any]], run: str = "") -> dict[str, History]:
-    """Return the past of each slot, from the events of supervisors (Report.events).   run: its URL, for handles.
+    """Return the past of each slot, from the events of supervisors (Report.events).   run: the run's URL.
 
     Strikes are reset after an end that the user has seen: the supervisor stopped, or gave the run up.
     """
@@ -143,10 +143,10 @@ class SlotState:
     handle, status: the slot's present or last process.   attempt: the highest number used so far.
     gone: the last ended launch.   beat: generation and number of the last heartbeat.   moves: number of its changes.
     running_since: when a poll first saw it running.   beaten: a heartbeat has come since.   ran: it may have run.
-    pending: it waits for a machine (from the log).   unseen: this supervisor has not seen it alive.
+    pending: it waits for a machine (from the log).   unseen: this supervisor has not seen the process alive.
     replacing_at, draining_at: when we asked it to end, for a replacement or for good.
     cancelled: time and grace of our cancel at the platform.
-    asked: its heartbeat when we asked it to leave.   lost: the work that the kill then lost, in words.
+    asked: the heartbeat at our request to leave.   lost: the work that the kill then lost, in words.
     """
 
     slot: str
@@ -268,7 +268,7 @@ class SlotState:
         )  # fmt: skip
 
     def _silent_s(self, beat: Beat | None, now: float) -> float:
-        """Return seconds since the process's last new heartbeat, or since it began to run (again) without one."""
+        """Return seconds since the process began to run (again), or since its last new heartbeat, if that is later."""
         ran = 0.0 if self.running_since is None else now - self.running_since
         own = self.handle is not None and beat is not None and is_from_launch(self.handle, beat)
         return min(ran, now - self.still_since) if own else ran

@@ -5,9 +5,9 @@
                                  replaced: replaced, maybe running   ├─▶ log: found, pending, running, lost, ended
                                  duplicates: processes that the log does not name, or two of one launch
 
-Every launch that is not known to have ended is in one of these three, also after a restart of the supervisor.  If a
-platform lists a process that the log does not name (the answer to its launch was lost), we log the process, so that it
-is billed, and then end it.  If one launch has two processes, the platform's executor keeps the older process.
+Every launch that is not known to have ended is in one of these three sets, also after a restart of the supervisor.  If
+a platform lists a process that the log does not name (the answer to its launch was lost), we log the process, so that
+it is billed, and then end it.  If one launch has two processes, the platform's executor keeps the older process.
 
 Not promised: the state of a launch while its platform does not answer; until then the last known state counts.
 """
@@ -105,8 +105,8 @@ class Slots:
                 state.forget()
 
     def _adopt_older_process(self, state: SlotState, runs: Handle) -> None:
-        """Adopt the process that counts for this launch, if it is not the known process but an older process: the
-        answer to the older one's start was lost."""
+        """Adopt the process that counts for this launch, if it is an older process than the known process: the answer
+        to the older process's start was lost."""
         if state.handle is None or state.handle.native == runs.native:
             return
         self.book("found", runs, "it runs this launch; the answer that named it was lost")
@@ -169,7 +169,7 @@ class Slots:
         return SlotState.after(slot, before, self._found.get(slot), self.clock.now(), self.clock.wall())
 
     def _look_at_replaced(self, statuses: Mapping[Handle, Status]) -> None:
-        """Log the ends of replaced launches, and cancel the others again every AGAIN_S."""
+        """Log the ends of replaced launches, and cancel the remaining launches again every AGAIN_S."""
         for handle in list(self.replaced):
             status = statuses.get(handle)
             if status is not None and status.state.ended and not status.stale:

@@ -14,7 +14,7 @@ LONG_S = 60.0  # most machines come sooner
 
 
 def log_wait(state: SlotState, emit: Emit, now: float) -> None:
-    """Log when this slot's launch begins and stops waiting, and each reason once.   now: of the slot's clock."""
+    """Log when this slot's launch begins and stops waiting, and each reason once.   now: the slot's clock."""
     assert state.handle is not None and state.status is not None
     waits = state.status.state is State.PENDING
     about = {"slot": state.slot, "attempt": state.handle.attempt, "native": state.handle.native}

@@ -4,7 +4,7 @@
     behind    messages behind the last reply   ──▶ (reply … <end>) \\n <tool> 12 <end> <assistant>
     reply     <call> add(7, 5) </call> <end>   ──▶ {"role": "assistant", "tool_calls": [{"id": …, "function": …}]}
 
-`behind` writes the messages after a short turn of its own, and cuts that turn off at its end.  So the ids of earlier
+`behind` writes a short turn of its own and then the messages, and cuts the ids of that turn off.  So the ids of earlier
 turns are those that the model read and sampled, also if the template would write them otherwise (Qwen3's leaves out the
 thoughts of earlier turns).
 
@@ -45,7 +45,7 @@ class Chat:
         return _in_a_form(write, messages)
 
     def behind(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids from behind the end of an assistant's turn to the next opened one.   Raises InnerError."""
+        """Return the ids from behind the end of an assistant's turn to the next opened turn.   Raises InnerError."""
         results = [*takewhile(lambda message: message["role"] == "tool", messages)]
         ids = [{"id": m["tool_call_id"]} if m.get("tool_call_id") else {} for m in results]
         functions = [{"name": m["name"], "arguments": {"s": TURN}} for m in results]
@@ -160,7 +160,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def is_same(sent: Message, known: Message) -> bool:
-    """Whether an agent sent a known message again, perhaps without outer spaces, the thought before it or a stop."""
+    """Whether an agent sent a known message again, perhaps without outer spaces, its thought or a stop."""
     if sent["role"] != known["role"]:
         return False
     if known.get("tool_calls") or sent.get("tool_calls"):

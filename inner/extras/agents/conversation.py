@@ -6,7 +6,7 @@
 
 A request that continues known messages continues their ids; no token is written anew.  Any other request begins a
 branch: a second conversation, or a history that the agent has rewritten.  We train on only one branch: the branch with
-the most sampled tokens; if several branches have as many, the newest of them.
+the most sampled tokens; if several branches have equally many, the newest of these branches.
 
 A rollout ends even if its agent goes on: after BRANCHES times the tokens of one branch, or REQUESTS requests.
 
@@ -22,7 +22,7 @@ from inner.errors import InnerError
 from inner.extras.agents.chat import Chat, Message, is_same, template_messages
 from inner.replay.actions import plain_text
 
-BRANCHES = 16  # all branches of a rollout have at most so many times the tokens that one may have
+BRANCHES = 16  # all branches of a rollout together may have this many times the tokens of one branch
 REQUESTS = 1000
 OPENAI = "This model's maximum context length is"  # the words by which clients know that a rollout is too long
 
@@ -36,7 +36,7 @@ class Branch:
     """Messages and their ids, after a reply.   ids, mask, logprobs: behind the prompt; mask: 1 if the model sampled.
 
     logprobs: None if the engine gives none; 0 for ids that were not sampled.   first: number of the prompt's messages.
-    session: which of an agent's runs asked, if the agent has several (endpoint.py).
+    session: the run of the agent that asked, if an agent has several runs (endpoint.py).
     replies: places of the model's own messages; an agent may write an assistant's message itself."""
 
     tools: str

@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 @dataclass(eq=False)
 class AgentEpisode:
     """One agent at work.   since: when it last got something to do.   outcome: its return value, or its exception.
-    refused: why its last refused request was refused, "" if none was."""
+    refused: the reason why its newest refused request was refused, or ""."""
 
     number: int
     row: Mapping[str, Any]
@@ -134,7 +134,7 @@ class Desk:
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Refuse the requests of episodes that have ended, and those whose clients have hung up."""
+        """Refuse requests of episodes that have ended, and requests whose clients have hung up."""
         before, self._waiting = self._waiting, []
         for waiting in before:
             if waiting.episode.done or waiting.hung_up():

@@ -24,10 +24,9 @@ from inner.extras.agents.responses_form import RESPONSES
 
 LARGEST = 64 * 2**20  # bytes of a request
 ROUTES = {"v1/chat/completions": CHAT, "v1/responses": RESPONSES, "v1/messages": MESSAGES}
-SESSION = "X-Session-ID"  # which of an agent's runs asks: a header, and a key beside the request's own keys
+SESSION = "X-Session-ID"  # names the run of an agent that asks: a header, and a key beside the request's own
 
 HUNG_UP = "hung up"  # a key beside the request's own: for a function that tells whether the client has disconnected
-
 
 Answer = Callable[[str, Mapping[str, Any]], dict[str, Any]]  # (key, request) -> a completion.   Raises RequestRefused
 

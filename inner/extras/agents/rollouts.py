@@ -7,13 +7,13 @@
 
 The ids that the model sampled are trained on, not a text that is tokenised again (conversation.py).
 
-Linger: while other agents are at work, the waiting ones wait as long as the last batch took to sample. So a slow tool
-of one agent costs the others at most twice their time.
+Linger: while other agents are at work, the waiting agents wait as long as the last batch took to sample. So a slow tool
+of one agent costs the other agents at most twice their time.
 
 An agent that raises an exception has broken its judge, so inner.rewards.broken sets its reward; after a connection
 error, a silence of `agent_timeout_s`, or without any call of the model, its rollout has no reward.
 
-Not promised: an end of an agent's thread that hangs (it is left behind, and its address answers no more); equal batches
+Not promised: that an agent's hanging thread ends (it goes on, but its address answers no requests); equal batches
 in two runs, if agents take different times.
 """
 
@@ -50,7 +50,7 @@ _LOOP = Lock()
 
 @dataclass(frozen=True)
 class Model:
-    """The model as an agent gets it: give these to any OpenAI client.   name: the model's name in requests."""
+    """The model as an agent gets it: pass these fields to any OpenAI client.   name: the model's name in requests."""
 
     base_url: str
     api_key: str = "unused"

@@ -4,7 +4,7 @@
                                 └ runtime: a folder and processes of this machine
     chat   the loop of verifiers' `null` harness, as a task of this process: ask, call tools, until a reply has no call
 
-A task whose reply alone is enough for its rewards needs none of this (inner/tasks/tasksets.py).
+A task whose rewards need only the reply does not need this module (inner/tasks/tasksets.py).
 
 Not promised: containers, several agents, harnesses of a taskset's own (`plan` refuses them by name).
 """

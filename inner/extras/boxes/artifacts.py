@@ -40,7 +40,7 @@ class Artifacts(NamedTuple):
 
 
 def collect(box: Box, artifacts: Sequence[Sequence[str]], tell: Callable[[str], None]) -> Artifacts:
-    """Return the artifacts that are in an episode's box; call tell(why) for one that is too large.   Raises BoxGone."""
+    """Return the artifacts that are in an episode's box; call tell(why) for one too large.   Raises BoxGone."""
     out, places = io.BytesIO(), dict[str, bool]()
     with tarfile.open(fileobj=out, mode="w") as all_of_them:
         for path, *without in artifacts:

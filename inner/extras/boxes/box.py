@@ -108,7 +108,7 @@ class BoxRecipe:
 
 @dataclass(frozen=True)
 class Ran:
-    """The result of a command.   code: its exit code.   output: at most 8 KiB, and the mark of a cut."""
+    """The result of a command.   code: the exit code.   output: at most 8 KiB, and a mark if it was cut."""
 
     code: int
     output: str
@@ -150,7 +150,7 @@ class BoxProvider(Protocol):
 
 
 def wrapped_command(command: str, timeout_s: float, folder: str = "") -> list[str]:
-    """Return the words that run a command inside a box with its limits.   folder: where it begins."""
+    """Return the words that run a command inside a box with its limits.   folder: where the command starts."""
     if folder:
         command = f"cd {shlex.quote(folder)} 2>/dev/null; {command}"  # the first command makes it, an episode may not
     return ["bash", "-c", WRAPPED, "_", f"{timeout_s:g}", str(KILL_AFTER_S), command, CUT]
@@ -171,7 +171,7 @@ def with_variables(variables: Mapping[str, str], command: str) -> str:
 
 
 def make_executable(box: Box, paths: Sequence[str]) -> None:
-    """Make these files of a box executable.   A command has 100 paths, because an argument has 128 KiB at most."""
+    """Make these files of a box executable.   One command gets 100 paths, because an argument has 128 KiB at most."""
     for at in range(0, len(paths), 100):
         box.exec(f"chmod a+x -- {shlex.join(paths[at : at + 100])}", user="root", timeout_s=60.0)
 

@@ -146,7 +146,7 @@ class E2bBox:
 
 
 class _Listed(E2bBox):
-    """A sandbox of the server's list. We connect to it at its first use; a stop needs only its id."""
+    """A sandbox of the server's list. We connect to the box at its first use; to stop it, we need only its id."""
 
     def __init__(self, sdk: Any, told: Any, opts: Mapping[str, Any], stopped: Counter[str]) -> None:
         self._sdk, self._id, self._opts, self._stopped = sdk, told.sandbox_id, opts, stopped

@@ -161,7 +161,7 @@ class Episode:
     ) -> float | None:
         """Return the number of a verifier in a new box.   found: an episode's artifacts, if they are to be judged.
 
-        The episode's box ends first: an account may have no room for both.   Raises BoxGone and ProviderFailed."""
+        We stop the episode's box first: an account may allow one box.   Raises BoxGone and ProviderFailed."""
         _release_quietly(self._starter, self._owner)
         try:
             box = self._starter.start(self._fresh_owner(n), _verifiers_recipe(self.task))
@@ -215,7 +215,7 @@ class Episode:
 
 
 def box_recipes(task: HarborTask) -> list[BoxRecipe]:
-    """Return the recipes of a task's boxes: the episode's, then that of the verifier's own box, if it has one."""
+    """Return the recipes of a task's boxes: the episode's box, then the verifier's own box, if it has one."""
     return [_recipe(task), *([_verifiers_recipe(task)] if task.apart else [])]
 
 
@@ -272,7 +272,7 @@ def verify(box: Box, task: HarborTask, tell: Callable[[str], None] = lambda why:
 def read_number(text: str) -> float | None:
     """Return the reward in the text of a file of REWARDS; None if the text has no number.
 
-    Of several named numbers, it is the one named "reward"; a single one may have any name, as in Harbor's metrics."""
+    Of several numbers, "reward" is the reward; a single number may have any name, as in Harbor's metrics."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):  # also 10,000 brackets
@@ -287,6 +287,6 @@ def read_number(text: str) -> float | None:
 
 
 def _release_quietly(starter: BoxStarter, owner: BoxOwner) -> None:
-    """Stop a box. If the provider does not stop it now, it ends at its time to live, or in `diloco stop`."""
+    """Stop a box. If the provider does not stop the box now, it ends at its time to live or in `diloco stop`."""
     with suppress(ProviderFailed, InnerError):
         starter.release(owner)

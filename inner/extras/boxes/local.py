@@ -63,7 +63,7 @@ def faults_of_machine(kind: type[BoxGone] | type[ProviderFailed]) -> Iterator[No
 
 
 def bubblewrap(root: Path, user: str) -> list[str]:
-    """Return the words of bwrap for a box.   root: its folder on this machine."""
+    """Return the words of bwrap for a box.   root: the box's folder on this machine."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     words += ["--uid", "1000", "--gid", "1000", "--hostname", "box", "--dev", "/dev", "--proc", "/proc"]
     words += ["--setenv", "PATH", "/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]

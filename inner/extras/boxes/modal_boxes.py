@@ -79,7 +79,7 @@ class ModalBoxes:
                 asyncio.run(asyncio.wait_for(image.build.aio(self._app), BUILD_S))
             except self._sdk.exception.ImageBuildError as error:
                 said = list[str]()
-                with suppress(Exception):  # a log that cannot be read does not make the build one to try again
+                with suppress(Exception):  # a log that cannot be read is no reason to try the build again
                     said = "".join(str(entry.message) for entry in image.logs.tail(LINES)).splitlines()
                 raise build_failed(f"all its lines: `modal image logs {error.image_id}`", said) from error
             except TimeoutError as error:

@@ -39,12 +39,12 @@ from inner.extras.boxes.box import (
 from inner.tasks.spec import PROVIDERS
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-AGAIN_S = 30.0  # seconds for a start, if the one before got no box: full budgets in a row would look like a hang
+AGAIN_S = 30.0  # seconds for a start, if the last start got no box: full budgets in a row would look like a hang
 KINDS = {
     "local": ("local", "LocalBoxes"), "e2b": ("e2b_boxes", "E2bBoxes"), "modal": ("modal_boxes", "ModalBoxes"),
     "hf": ("hf_boxes", "HfBoxes"),
 }  # fmt: skip
-SWEEPS = 5  # at most so many tries of `sweep` until the provider's list is empty
+SWEEPS = 5  # the limit of tries of `sweep` until the provider's list is empty
 
 
 @dataclass(frozen=True)

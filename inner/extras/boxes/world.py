@@ -6,7 +6,7 @@
                                                                                         │
                                                                get_reward ──▶ a number, AtMostWorst or None (episode.py)
 
-A box belongs to (run, slot, generation, place). The session that the environment reports to gives the first three;
+A box belongs to (run, slot, generation, place). The environment's session gives run, slot and generation;
 without a session, the run is "alone-" and a random name. The place names this process, this instance and its episode.
 
 Not promised: that an episode continues after its box died: a dead box is never replaced. A verdict runs the episode's
@@ -156,7 +156,7 @@ class HarborEnvironment:
             self._tell_used()
 
     def _tell(self, event: str, text: str) -> None:
-        """Log an error of the provider once until it gives a box again; another event once per task."""
+        """Log "boxes_failed" once until the provider gives a box again, and any other event once per task."""
         key = event if event == "boxes_failed" else f"{event} {self._begun.task.name}"
         if self._host is not None and key not in self._shared.told:
             self._shared.told.add(key)

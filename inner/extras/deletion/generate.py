@@ -101,7 +101,7 @@ def check_task(task: DeletionTask) -> None:
 
 class _Asked(FeatureDeletion):
     def _tell(self, verdict: DeletionVerdict) -> None:
-        """Log no flags, because the generator's own test file always has one."""
+        """Log no flags, because the generator's own test file always has a flag."""
 
 
 def _ask_environment(task: DeletionTask, written: Mapping[str, str]) -> None:

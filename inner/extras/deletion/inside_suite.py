@@ -72,7 +72,7 @@ class Watcher:
         setattr(builtins, "__seen__", lambda value, near=False: self.now["seen"].append(short(spell(value, near))))  # noqa: B010
 
     def pytest_itemcollected(self, item: Any) -> None:
-        """Number the item among those of its function, before options such as -m leave some out."""
+        """Number the item among its function's items, before options such as -m leave some items out."""
         path = str(Path(item.path).relative_to(Path.cwd()))
         name = getattr(item, "originalname", None) or item.name
         key = (path, item.cls.__qualname__ if getattr(item, "cls", None) else "", name)

@@ -57,7 +57,7 @@ CALLS = {
     ),
 }  # fmt: skip
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-TURNS = BoundedSemaphore(CORES)  # at most so many sandboxes at once, because their limits are wall-clock times
+TURNS = BoundedSemaphore(CORES)  # the limit of sandboxes that run at once, because their limits are wall-clock times
 MOST_PATH = 200  # bytes; Linux allows 255 in a file's name
 # bwrap's own tmpfs allows inodes for half of the machine's pages: a gigabyte of kernel memory without a limit
 TMPFS = 'mount -t tmpfs -o "size=$1,nr_inodes=$2,nosuid,nodev" tmpfs "$0" && shift 2 && exec "$@"'

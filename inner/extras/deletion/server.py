@@ -15,7 +15,7 @@ The client never sends a task, only its name: a task names folders of this machi
 verdicts of all sessions share --at-once places; the wait for a place does not count against their time limits.
 
 Not promised: to stop a sandbox as soon as its client vanishes (it ends at its limit, or with its verdict); a reward for
-calls over /mcp, which pass `step` by; https, or a password: the address is this machine's own (--host).
+calls over /mcp, which do not go through `step`; https, or a password: the address is this machine's own (--host).
 """
 
 import argparse

@@ -88,7 +88,7 @@ class LlamaEngine:
     def _complete(
         self, at: int, logps_V: Tensor, settings: DrawSettings, random: torch.Generator
     ) -> tuple[list[int], list[float]]:
-        """Return one completion of the prompt, whose `at` tokens are the first entries of the KV cache."""
+        """Return one completion of the prompt.   at: the prompt's tokens, the first entries of the KV cache."""
         ids, logprobs = list[int](), list[float]()
         self._llama.n_tokens = at
         while True:

@@ -54,13 +54,13 @@ class MlxEngine:
             if layer[PARTS[part]].shape != value.shape:
                 raise InnerError(
                     f"{self._address} is not the run's start model: its layer {path} takes a {PARTS[part]} of "
-                    f"{layer[PARTS[part]].shape}, and the run's is {value.shape}. Give that model, or no model"
+                    f"{layer[PARTS[part]].shape}, and the run's has {value.shape}. Give the run's model, or none"
                 )
             layer[PARTS[part]] = value
         self._model.eval()
 
     def _with_adapter(self, path: str, layers: dict[str, Any]) -> Any:
-        """Return the layer with an adapter at `path`; put one there at first."""
+        """Return the layer at `path`, which gets an adapter at the first call."""
         lora, utils = _mlx("mlx_lm.tuner.lora"), _mlx("mlx.utils")
         layer = layers.get(path)
         if not hasattr(layer, "weight") and not isinstance(layer, lora.LoRALinear):
@@ -160,19 +160,19 @@ def rotary_settings(folder: Path) -> dict[str, Any]:
 def longrope_fault(config: Mapping[str, Any]) -> str:
     """Return why MLX has other angles than transformers for this config.json; "" if it has the same.
 
-    transformers takes the short factors up to the original length, MLX never. A part of the config may have the
-    factors (`text_config`, a kind of layers), and `type` may have an older name: su, or Phi-3's yarn."""
+    transformers takes the short factors up to the original length; MLX never takes them. A part of the config may have
+    the factors (`text_config`, a kind of layers), and `type` may have an older name: su, or Phi-3's yarn."""
     kinds = (config.get("rope_type"), config.get("type"))
     if "longrope" not in kinds and "su" not in kinds and "long_factor" not in config:
         return next(filter(None, (longrope_fault(part) for part in config.values() if isinstance(part, Mapping))), "")
     return (
-        "has rotary angles of the kind longrope. MLX takes the long factors always, and transformers the short ones "
-        "up to the original length, so replicas would doubt its rollouts. Leave --engine out"
+        "has rotary angles of the kind longrope. MLX always takes the long factors, transformers the short factors "
+        "up to the original length, so replicas would doubt the rollouts. Leave --engine out"
     )
 
 
 def window_of(config: dict[str, Any]) -> float:
-    """Return the tokens of the config's sliding window, which MLX's models do not all have; ∞ without a window."""
+    """Return the tokens of the config's sliding window (some of MLX's models have no window); ∞ without one."""
     slides = config.get("use_sliding_window", True) and config.get("sliding_window")
     return config["sliding_window"] if slides else float("inf")
 

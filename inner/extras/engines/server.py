@@ -77,7 +77,7 @@ class AdapterServer:
         self._files = folder
 
     def _serve(self, folder: Path) -> None:
-        """Let the server load the adapter in this folder, and unload the one before."""
+        """Let the server load the adapter in this folder, and unload the previous adapter."""
         asked = list[str]()
 
         def body() -> dict[str, Any]:
@@ -122,7 +122,7 @@ class AdapterServer:
         return [ids for ids, _ in read], [logprobs for _, logprobs in read]
 
     def _post(self, path: str, body: Callable[[], dict[str, Any]]) -> httpx.Response:
-        """Return the answer; of a server that stays busy, its last refusal.  Raises InnerError without one.
+        """Return the server's answer, or its last refusal if it stays busy.  Raises InnerError without one.
 
         body: called before each try."""
         found, left = list[httpx.Response | Exception](), self._patience_s

@@ -59,9 +59,9 @@ from inner.train.build import load_start
 class ReplicaPlan:
     """The input of one replica's actors; all its processes read the same files.
 
-    config: InnerConfig.to_dict().   model_dir: made by publish_model.   files: kind of file -> path.   steps: H.
-    replay_actors: their number, 0 without teachers.   teachers, max_usd, ledger: shared by all replay actors.
-    restarts: how often a role is started again after a death."""
+    config: InnerConfig.to_dict().   model_dir: see publish_model.   files: kind of file -> path.   steps: H.
+    replay_actors: the number of replay actors, 0 without teachers.   teachers, max_usd, ledger: shared by all replay
+    actors. restarts: how often a role is started again after a death."""
 
     config: dict[str, Any]
     model_dir: str

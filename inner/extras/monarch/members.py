@@ -59,9 +59,9 @@ class Member:
         self.incarnation = 0
 
     def ask(self, question: Callable[[Any], Any]) -> Any:
-        """Ask the actor of this role.   question: (actor) -> answer, with `wait` for every call; safe to repeat.
+        """Ask the actor of this role.   question: (actor) -> answer; uses `wait` for each call; repeatable.
 
-        Raises the actor's error: an InnerError as it is, others inside Monarch's ActorError."""
+        Raises the actor's error: an InnerError as it is, other errors inside Monarch's ActorError."""
         while True:
             with suppress(SupervisionError, ProcessLookupError), _own_errors():
                 if self._actor is None:

@@ -70,7 +70,7 @@ _OPENING = Lock()
 _CLOSED = "environment is closed"  # the server ended an idle session; the connection is still open
 GONE, OVER = "the environment is gone", "the episode is over"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0  # seconds between two attempts to reach a server
-AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost one
+AT_ONCE_S = 10.0  # seconds for each answer of a new session after a lost session
 
 
 class ToolFailed(Exception):
@@ -88,7 +88,7 @@ class ToolFailed(Exception):
 
 
 class _ErrorText(str):
-    """The error's text, whose repr is the rest of the record's repr after "'error': "."""
+    """The text of a record's error. Its repr is the part of the record's repr behind "'error': "."""
 
     _rest: list[str]
 
@@ -343,7 +343,7 @@ def _tell_once(text: str) -> None:
 
 
 def _idle_sessions(address: str) -> int:
-    """Return how many idle sessions of this process are at the address; a full server keeps them, however long."""
+    """Return the number of this process's idle sessions at the address; a full server never ends these sessions."""
     with _OPENING:
         others = list(_OPEN)
     return sum(one._socket is not None and not one._busy and one._address() == address for one in others)

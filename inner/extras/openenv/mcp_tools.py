@@ -30,7 +30,7 @@ from typing import Any, Literal, Union
 from inner.errors import InnerError
 
 Schema = Mapping[str, Any]
-DEEPEST = 8  # at most so many levels of a schema to read, because a recursive schema has no end
+DEEPEST = 8  # the limit of a schema's levels to read, because a recursive schema has no end
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "null": None, "array": list, "object": dict,
 }  # fmt: skip
@@ -90,7 +90,7 @@ def type_hint(spec: Schema, root: Schema) -> Any:
 
 
 def _hint_at(spec: Schema, root: Schema, depth: int, known: dict[tuple[str, int], Any]) -> Any:
-    """Return a hint.   known: hints by schema and depth; without it, a doubly recursive schema costs 2^DEEPEST."""
+    """Return a hint.   known: hints by schema and depth; without them, a doubly recursive schema costs 2^DEEPEST."""
     if depth > DEEPEST:
         return Any
     key = json.dumps(spec, sort_keys=True, default=str), depth
@@ -171,7 +171,7 @@ def _nested_schema(spec: Schema, root: Schema) -> Schema | None:
 
 
 def _named_schemas(text: str, known: Schema) -> dict[str, Any]:
-    """Return {name: schema} of all that the text refers to, also through others."""
+    """Return {name: schema} of all schemas that the text refers to, also indirectly."""
     named: dict[str, Any] = {}
     texts = [text]
     while texts:

@@ -55,7 +55,7 @@ def failure_of(reply: Mapping[str, Any], tools: Collection[str] = ()) -> dict[st
 def observation_text(observation: Mapping[str, Any]) -> str:
     """Return an observation's text: an MCP tool's result, else all of it as JSON, or only the text of a lone field.
 
-    If it has only metadata, these are its text: openenv's own class of an observation has no other field for one."""
+    If it has only metadata, these are its text: openenv's own class of an observation has no other field for text."""
     result, aside = observation.get("result"), _ASIDE
     others = [value for name, value in observation.items() if name not in (*_ASIDE, "result", "error")]
     if isinstance(result, Mapping) and ("content" in result or "data" in result) and all(o in _EMPTY for o in others):

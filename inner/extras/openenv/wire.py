@@ -153,7 +153,7 @@ def lost_words(error: Exception) -> str:
 
 
 def server_urls(given: str | Sequence[str] | None) -> list[str]:
-    """Return the servers' URLs.   given: None for those in OPENENV_URL; a text may have several, with spaces."""
+    """Return the servers' URLs.   given: None for the URLs in OPENENV_URL; a text may have several, with spaces."""
     found = given or os.environ.get(URL_ENV) or ""
     urls = found.split() if isinstance(found, str) else list(found)
     if not urls:

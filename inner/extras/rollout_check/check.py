@@ -7,8 +7,8 @@
 
 Agreement is the check of grail's validators (one-covenant/grail, "median importance ratio").  Agreement detects another
 model, precision or temperature if the worker sends the log-probs that it sampled with.  A worker that computes
-log-probs with the right model afterwards passes it; surprise detects this: tokens drawn from any π have, on average, a
-surprisal equal to the entropy of π.  H and the variance are exact, from the same forward.
+log-probs with the right model afterwards passes this check; surprise detects this: tokens drawn from any π have, on
+average, a surprisal equal to the entropy of π.  H and the variance are exact, from the same forward.
 
 z alone is not enough if π is nearly certain of most tokens: then one rare token of an honest worker is worth many
 standard deviations (at .001 per token, one honest worker in a hundred has |z| > 5).  So beyond 5, a worker is doubted
@@ -34,7 +34,7 @@ from torch import Tensor
 POSITIONS = 32
 TOLERANCE = 0.10  # grail's limit; of 430,650 honest rollouts on three kinds of GPU the worst had 0.066
 SIGMAS = 5.0
-MISSING = 0.05  # share of the claimed log-probs that may be NaN: vLLM has none for a few tokens
+MISSING = 0.05  # share of the claimed log-probs that may be NaN: vLLM has no log-prob for a few tokens
 TILTS = tuple(2.0**k for k in range(-8, 3))  # tried values of s; 1 is the best s for a normal variable
 
 
@@ -89,7 +89,7 @@ def check_rollouts(
 
     model: a causal language model in eval mode, with the weights that the worker should have used.
     rollouts: (prompt token ids, completion token ids, log-prob of each completion token at that temperature; NaN if the
-    engine gave none: at most a share MISSING may be NaN).
+    engine gave no log-prob: at most a share MISSING may be NaN).
     positions: number of checked positions, of all completions together; `seed` chooses them.   Raises ValueError if
     lengths do not fit, a token is not in the vocabulary, or there is no rollout.
     """
@@ -130,7 +130,7 @@ def check_rollouts(
 
 
 def _compared(differences: Sequence[float], told: Sequence[float]) -> Sequence[float]:
-    """Return the differences of the tokens with a claimed log-prob; all differences if too many tokens lack one."""
+    """Return the differences of the tokens with a claimed log-prob; all differences if too many claims are missing."""
     known = [off for off, claim in zip(differences, told, strict=True) if claim == claim]
     return known if len(differences) - len(known) <= MISSING * len(differences) else differences
 

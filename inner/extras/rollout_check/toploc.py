@@ -9,7 +9,7 @@ but not how tokens were drawn, because hidden states do not depend on the temper
 
 TOPLOC accepts an empty list of proofs, and divides by zero for the null proof, which it writes after a failure. This
 module refuses both.  TOPLOC's verification of a list ignores the proof's modulus: with 115,000 values it doubted
-identical values in 4 cases of 40. TOPLOC's verification of a tensor uses the modulus, so this module calls that.
+identical values in 4 cases of 40. TOPLOC's verification of a tensor uses the modulus, so this module calls the latter.
 
 The wheel of 0.1.6 is built for an older torch and does not load.  A build from source works (docs/weights.md):
 
@@ -40,8 +40,8 @@ MANTISSA = 6.0  # largest mean difference of mantissas, which have 128 steps
 class ProofCheck:
     """The result for one rollout's proofs.  Each number is the largest of all proofs.
 
-    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of the
-    others' mantissas; infinite if no exponent is right.
+    mismatches: share of the largest hidden states with another exponent.   mantissa: mean difference of mantissas whose
+    exponents agree; infinite if no exponent agrees.
     """
 
     mismatches: float

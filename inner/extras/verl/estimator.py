@@ -9,15 +9,15 @@
 verl 0.9.1 passes rewards, mask, uid and config to an estimator, and silently drops all other fields of the batch (only
 its own GDPO gets the batch; verl-project/verl#7473 would pass it to all).  So we store the fields beside the batch, and
 the estimator uses them if they belong to the rows that it gets.  If α > 0 and fields are missing, or belong to an
-earlier batch or to moved rows, it raises an error. The estimator never silently becomes plain GRPO, or learns from
-another row's teacher.
+earlier batch or to moved rows, the estimator raises an error. So it never silently becomes plain GRPO, and never learns
+from another row's teacher.
 
 It is enough to install this project: verl finds the entry point `verl.plugins` in every process, also in Ray workers.
 
 Checked with verl 0.9.1, tensordict 0.10, ray 2.60, on a CPU.
 
 Not promised: a whole training run of verl (GPUs and an engine). verl's v1 trainer fetches a fixed list of fields:
-trainer.py has one that fetches ours.
+trainer.py has a trainer that fetches ours.
 """
 
 import math

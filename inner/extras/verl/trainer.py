@@ -66,8 +66,8 @@ def composer_fields(
         raise ValueError(f"`at` has {len(at)} places for {response_length} response tokens; it needs one for each")
     if bad := [place for place in at if place != NOTHING and not 0 < place < len(hinted_ids)]:
         raise ValueError(
-            f"`at` has the place {bad[0]}, and there are {len(hinted_ids)} hinted ids. A scored token needs another "
-            f"before it, so a place must be from 1 to {len(hinted_ids) - 1}, or {NOTHING} for no place"
+            f"`at` has the place {bad[0]}, and there are {len(hinted_ids)} hinted ids. A scored token needs a "
+            f"token before it, so a place must be from 1 to {len(hinted_ids) - 1}, or {NOTHING} for no place"
         )
     if len(turns) != len(scores):
         raise ValueError(f"{len(turns)} turns have {len(scores)} scores; each turn needs one, or None")
@@ -125,7 +125,7 @@ class ComposerAdvantage:
             )
         own = (
             config.trainer.v1
-        )  # verl compares the mode with its own names, and looks for the mode's settings under them
+        )  # verl compares the mode with its own names, and reads the mode's settings under these names
         own.trainer_mode = own.trainer_mode.removeprefix(PREFIX)
         super().__init__(config)  # type: ignore[call-arg]
 

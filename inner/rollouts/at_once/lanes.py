@@ -7,8 +7,8 @@
 So a SQLite connection, or a browser, is used in the thread that made it.  Environments whose rollouts depend on their
 order (`_in_order`) share one lane, and TRL's loop starts their calls one by one.
 
-A call that has a limit and gives no answer in time ends its item: the next item begins, and the lane goes on in a new
-thread.  Items begin in the order in which the loop waits for them, so it never waits for an item that cannot begin.
+A call that gives no answer within its limit ends its item: the next item begins, and the lane goes on in a new thread.
+Items begin in the order in which the loop waits for them, so it never waits for an item that cannot begin.
 
 Not promised: that a call in a thread can be ended; thread-local state after a call that hung.
 """
@@ -32,7 +32,7 @@ STILL = "an earlier call of this rollout still hangs"
 
 
 class NoAnswer(TimeoutError):
-    """A call gave no answer within its limit, or was not made because an earlier one still hangs."""
+    """A call gave no answer within its limit, or was not made because an earlier call still hangs."""
 
 
 class Call:
@@ -46,7 +46,7 @@ class Call:
 
 
 class WorkItem:
-    """Calls of one rollout, made in their order: the plain ones one by one, then the async ones together, in `loop`.
+    """Calls of one rollout, made in their order: the plain calls one by one, then the async calls together, in `loop`.
 
     limit_s: seconds that each call may take; None: no limit."""
 
@@ -136,7 +136,7 @@ class Lane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the newest item still runs.   TRL's loop waits for each item, so a busy item was given up."""
+        """Whether the newest item still runs.   TRL's loop waits for each item, so it has given up a busy item."""
         return self._newest is not None and self._newest.is_running
 
     def run(self, item: WorkItem) -> None:
@@ -220,7 +220,7 @@ class Workers:
         self._waiting.append((lane, item))
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Start the items that may begin.   loop: runs the async calls of items that were made without one."""
+        """Start the items that may begin.   loop: runs the async calls of items that were made without a loop."""
         with self._lock:
             self._loop = self._loop or loop
             while self._free and self._waiting:

@@ -13,7 +13,7 @@ instead.  TRL's loop does not catch sys.exit() and some other exceptions of a to
 also if calls are made one after the other.
 
 Not promised: locks around tools that several rollouts share; an end of a thread that hangs, or of an async tool that
-ignores its cancellation (both are left behind); an async tool that blocks the event loop.
+ignores its cancellation (both go on running); an async tool that blocks the event loop.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from inner.usercode.deadline import is_end
 Tools = Mapping[str, Callable[..., Any]]
 Message = Mapping[str, Any]
 PLACE = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
-MOST = 4 << 20  # characters of a result's text: more fits into no context, and 2 GB would take an hour to become tokens
+MOST = 4 << 20  # characters of a result's text: no context holds more, and 2 GB would take an hour to become tokens
 
 
 def prepare_tools(trainer: Any, completions: Sequence[Sequence[Message]]) -> None:
@@ -145,7 +145,7 @@ class ToolsAtOnce:
         self._workers.start()
 
     def _call(self, row: int, asked: Mapping[str, Any]) -> Call | None:
-        """Return the call; None if TRL's loop does not make it: another type, unknown name, arguments without names."""
+        """Return the call; None if TRL's loop makes no such call: another type, unknown name, unnamed arguments."""
         function = asked.get("function") if asked.get("type") == "function" else None
         name = function.get("name") if function else None
         tool = self._tools[row].get(name) if isinstance(name, str) else None
@@ -159,7 +159,7 @@ def _is_async(tool: Callable[..., Any]) -> bool:
 
 
 def _guarded(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the tool, whose faults are errors that TRL's loop takes, with a text that it can show."""
+    """Return the tool. TRL's loop can catch each of its errors, and each error has a text."""
 
     async def later(**arguments: Any) -> Any:
         with _faults_are_errors(asyncio.CancelledError, GeneratorExit):
@@ -199,7 +199,7 @@ def _faults_are_errors(*passing: type[BaseException]) -> Iterator[None]:
 
 
 def _with_text(result: Any) -> Any:
-    """Return the result as TRL's loop shows it. Its text is made here, so that a fault of __str__ is the call's.
+    """Return the result as TRL's loop shows it. The text is made here, so that an error of __str__ is the call's error.
 
     An object's place in memory (`<Image at 0x7f…>`) is left out: no other process could make these rollouts again."""
     if isinstance(result, Awaitable | Generator | AsyncGenerator):  # a decorator may hide an `async` or a `yield`

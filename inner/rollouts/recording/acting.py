@@ -5,7 +5,7 @@
 
 Rows are a function of the share and the generation (inner/data/order.py), so an actor needs no message from the slot.
 Rank k of a slot of K ranks trains the rows that generation g · K + k of one process would have.
-The log-probs are those of the weights that sampled, as TRL computes them for a loss: with the temperature, without
+The log-probs belong to the weights that sampled, as TRL computes them for a loss: with the temperature, without
 top-p.  If an engine samples, the log-probs are the engine's own, because its weights may be rounded differently.
 
 Not promised: dynamic sampling; images.
@@ -102,7 +102,7 @@ class Sampler:
         return [row[: len(ids)] for row, ids in zip(logps, made.ids, strict=True)]
 
     def rows(self, share: Share, generation: int) -> list[dict[str, Any]]:
-        """Return the rows of a generation, each as often as it has rollouts."""
+        """Return the rows of a generation, each row once per rollout."""
         dataset = self._trainer.train_dataset
         at = prompt_order(len(dataset), share)
         first = generation * self._prompts

@@ -52,7 +52,7 @@ class RandomStates:
 class Bundle:
     """The rollouts of one generation, as lists by rollout.   mask: 1: the model's token, 0: a tool's; None: no tools.
 
-    prompts, completions: as rewards get them.   rewards: (B, F).   names, weights: those of the F rewards.
+    prompts, completions: in the form that rewards get.   rewards: (B, F).   names, weights: of the F rewards.
     environments: a name per rollout; None: at most one environment.   calls: numbers of tool calls and of failed calls.
     opened: the messages in front of each completion, if an agent wrote them; None: the prompts."""
 

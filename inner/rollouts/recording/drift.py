@@ -19,7 +19,7 @@ from trl.trainer.utils import pad
 if TYPE_CHECKING:
     from inner.rollouts.recording.bundle import Bundle
 
-FARTHEST = 0.2  # nats per token; engines of 8 bits are at .01, of 4 bits at .1
+FARTHEST = 0.2  # nats per token; engines with 8 bits have about .01, with 4 bits about .1
 MISSING = 0.05  # share of log-probs that may be NaN (vLLM lacks a few): tokens with NaN are trained on uncorrected
 
 
@@ -35,7 +35,7 @@ def why_uncorrected(trainer: Any, bundle: "Bundle") -> str:
 
 
 def drift_of(trainer: Any, bundle: "Bundle") -> float:
-    """Return the drift between the trainer's model and a bundle with log-probs, over the tokens that have one."""
+    """Return the drift between the trainer's model and a bundle with log-probs, over tokens that have one."""
     device = trainer.accelerator.device
     prompt_ids, prompt_mask = _padded(bundle.prompt_ids, trainer._tokenizer.pad_token_id, "left", device)
     ids, mask = _padded(bundle.ids, trainer._tokenizer.pad_token_id, "right", device)

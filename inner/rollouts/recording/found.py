@@ -22,7 +22,7 @@ from inner.settings.contradictions import UNCORRECTED
 
 @contextmanager
 def replaying(trainer: Any, bundle: Bundle, inputs: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Let the trainer's generation give this bundle inside a `with`, and let it draw as after the recorded one.
+    """Let the trainer's generation give this bundle inside a `with`; it then draws from the recorded random states.
 
     inputs: the rows."""
     functions = trainer.reward_funcs
@@ -49,7 +49,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
     if any(len(ids) > trainer.max_completion_length for ids in bundle.ids):
         return f"it has completions of more than {trainer.max_completion_length} tokens"
     if bundle.logprobs is not None and (trainer.dynamic_sampling or trainer.loss_type in UNCORRECTED):
-        return "it was sampled elsewhere, and this objective needs rollouts of its own weights"
+        return "it was sampled elsewhere, and this objective needs rollouts that the trained weights sampled"
     if bundle.logprobs is not None and has_dropout(trainer):
         return "it was sampled elsewhere, and inner.lora.dropout or inner.trl.disable_dropout keeps dropout in the loss"
     adds = trainer.environment_factories is not None
@@ -66,7 +66,7 @@ def why_unfit(trainer: Any, inputs: Sequence[Mapping[str, Any]], bundle: Bundle)
 
 
 def has_dropout(trainer: Any) -> bool:
-    """Whether the loss of this trainer has dropout.  π_old has no dropout, so the ratio to it would be noise."""
+    """Whether the loss of this trainer has dropout.  π_old has no dropout, so the ratio to π_old would be noise."""
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in trainer.model.modules())
 
 

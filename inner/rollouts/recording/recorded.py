@@ -56,7 +56,7 @@ class Places(Protocol):
 
 
 def can_record(trainer: "PolicyTrainer", *, in_shards: bool = False) -> bool:
-    """Whether this trainer's rollouts can be recorded: they are no images, and each rank has a whole model."""
+    """Whether this trainer's rollouts can be recorded: no prompt has images, and each rank has a whole model."""
     return not in_shards and not getattr(trainer, "_is_vlm", False)
 
 

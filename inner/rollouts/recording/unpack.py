@@ -2,8 +2,8 @@
 
     bytes ──▶ unpack ──▶ Bundle ──▶ restore(bundle.random)      the process draws as after the recorded generation
 
-The bytes may come from any writer: `unpack` raises ValueError, and no other error, unless they are such a bundle, with
-random states that this machine can restore.  Not promised: that a trainer can train on it (found.py).
+The bytes may come from any writer: `unpack` raises ValueError, and no other error, unless the bytes are such a bundle,
+with random states that this machine can restore.  Not promised: that a trainer can train on it (found.py).
 """
 
 import json

@@ -142,7 +142,7 @@ _FORMATS: dict[str, RowFormat] = {"fp32": Fp32(), "bf16": Bf16(), "int8": Int8()
 
 
 def _rows_match_torch(name: str, size: float) -> bool:
-    """Whether the kernels' rows, residual and sum have the same bits as those of torch's operations."""
+    """Whether the kernels' rows, residual and sum have the same bits as torch's operations give."""
     c = _FORMATS[name]
     x = ((torch.arange(4096, dtype=torch.int64, device="cpu") * 2654435761 % 2**32).float() / 2**31 - 1) * size
     rows = torch.zeros(c.max_body_size(4096), dtype=torch.uint8, device="cpu").view(-1, c.row_bytes)

@@ -97,7 +97,7 @@ def check_settings(address: Address, endpoint: str) -> None:
     for name, value in os.environ.items():
         if name.startswith(read) and not (value.isprintable() and value == value.strip()):
             raise ValueError(
-                f"the variable {name} begins or ends with a blank, or has a line break: set it again, without"
+                f"the variable {name} begins or ends with a blank, or has a line break: set it again without them"
             )
     if endpoint and not _ENDPOINT.fullmatch(endpoint):
         shown = endpoint.rpartition("@")[2]

@@ -43,7 +43,7 @@ STREAMED, STREAMED_AT_ONCE, MOST_PARTS = 8 << 20, 4, 5000  # for a Stream: bytes
 RANGE = 16 << 20
 RANGES_AT_ONCE = 16
 BULK = 256  # at most so many keys per delete request: Azure's limit.  One missing key makes the whole request fail
-TURN_S = 1.0  # a signal is heard at most so much later while the main thread waits
+TURN_S = 1.0  # seconds by which a signal may be heard later while the main thread waits
 T = TypeVar("T")
 
 

@@ -23,7 +23,7 @@ BLOCK_S = 120.0
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a file.   sha256: of its bytes without the zeros at its end.   size: bytes, with these zeros."""
+    """A block of a file.   sha256: the digest without the zeros at the end.   size: bytes, with these zeros."""
 
     sha256: bytes
     size: int

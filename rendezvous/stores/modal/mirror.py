@@ -11,10 +11,10 @@ twice, and no blob is lost.
               end, set the mark to the time at which the sweep began
     once a day, during the run: the same
 
-A register can be lost for good only if it was not mirrored.  Then no process that knew it has written anything after
-it, so a new decision contradicts no remaining object.  A process that was suspended for a week checks the mark before
-its next request, and then finds the decided registers.  Of an entry that is overwritten, such as a beat, each process
-mirrors only its first version; an old beat counts as silence.
+A register can be lost for good only if it was not mirrored.  Then no process that knew the register has written
+anything after it, so a new decision contradicts no remaining object.  A process that was suspended for a week checks
+the mark before its next request, and then finds the decided registers.  Of an entry that is overwritten, such as a
+beat, each process mirrors only its first version; an old beat counts as silence.
 
 Not promised: a correct run if a person changes a volume or a dict by hand, or if clocks are wrong by more than a day.
 """
@@ -112,7 +112,7 @@ class Mirror:
             self._looked = self._wall()
 
     def sweep(self) -> None:
-        """Restore the missing entries of the run, and read all others to renew them."""
+        """Restore the missing entries of the run, and read all other entries to renew them."""
         began = self._wall()
         here = len(self._prefix)
         there = [key for key in self._wire.all_keys() if key.startswith(self._prefix)]

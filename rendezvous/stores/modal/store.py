@@ -43,7 +43,7 @@ FILE = b"@"
 
 @dataclass(frozen=True)
 class Pointer:
-    """Pointer to a body that is a file.   path: its path in the volume.   size: bytes."""
+    """Pointer to a body that is a file.   path: the file's path in the volume.   size: bytes."""
 
     path: str
     size: int

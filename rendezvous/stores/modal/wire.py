@@ -40,7 +40,7 @@ def _usual_environment() -> str:
 
 
 class Wire:
-    """One Dict and one Volume (version 2) of the same name; missing ones are created.   Thread-safe."""
+    """One Dict and one Volume (version 2) of the same name; a missing one is created.   Thread-safe."""
 
     def __init__(self, name: str, environment: str = "") -> None:
         self._pid = os.getpid()
@@ -117,7 +117,7 @@ class Wire:
             raise StoreUnclear(f"Modal's volume {self.name} misses blocks of {len(files)} files that were just sent")
 
     def read_into(self, path: str, out: memoryview, start: int = 0) -> bool:
-        """Fill `out` from byte `start` of a file; False if there is no such file or it is too short."""
+        """Fill `out` from byte `start` of a file; False if there is no such file, or only a shorter one."""
         found = self._locate_blocks(path, start, len(out))
         if found is None or (found.start, found.len) != (start, len(out)):
             return False
@@ -208,7 +208,7 @@ class Wire:
 
 @cache
 def _connect_client() -> tuple[Any, Any, Any]:
-    """Return the client's message types, a function that gets one answer, and one that gets a stream of answers."""
+    """Return the client's message types, a function that gets one answer, and one for a stream of answers."""
     try:
         from modal import client
         from modal._utils import async_utils
