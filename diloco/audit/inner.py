@@ -31,7 +31,7 @@ from torch import Tensor
 
 from diloco.audit.comparison import Holder, OfferComparison, Recomputed
 from diloco.model.contributions import read_mean
-from diloco.model.export import model_record, start_arrays, start_folder
+from diloco.model.export import model_record, patient, start_arrays, start_folder
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.loop import OuterLoop
@@ -157,7 +157,7 @@ class _Session(StandIn):
         seeds = seeds_of(run, slot, generation)
         record = model_record(run)
         model = start_folder(run, record, scratch / "model")
-        files = fetch_files(run, scratch / "code")
+        files = fetch_files(patient(run), scratch / "code")
         (scratch / "inner").mkdir()
         loop: Any = build_inner(run.config.inner, model, files, seeds, REJOIN_WARMUP, scratch=scratch / "inner")
         refuse_other_base(record.base, loop.model)

@@ -23,7 +23,7 @@ import torch
 
 from diloco.audit.bisect import Judge
 from diloco.audit.offline_eval import OfflineScorer
-from diloco.model.export import put_into, start_folder
+from diloco.model.export import patient, put_into, start_folder
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
@@ -136,7 +136,7 @@ def _open_text(run: Run, record: ModelRecord, folder: Path, text: Path | None) -
     refuse_other_base(record.base, model)
     tokenizer: Any = AutoTokenizer.from_pretrained(start)
     spelling = str(text or inner.data.text)
-    path = text or local_file("text", spelling, fetch_files(run, folder / "code"))
+    path = text or local_file("text", spelling, fetch_files(patient(run), folder / "code"))
     tokens = load_tokens(path, spelling, tokenizer, model.config.vocab_size)
     width = inner.data.context_length if inner.loop == "supervised" else WIDTH
     if len(tokens) <= width:

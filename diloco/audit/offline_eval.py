@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from diloco.model.export import model_record, put_into, start_folder, state_at
+from diloco.model.export import model_record, patient, put_into, start_folder, state_at
 from diloco.model.fetch import fetch_files
 from diloco.outer.frozen import refuse_other_base
 from diloco.outer.optimizer import OuterState
@@ -62,7 +62,7 @@ class OfflineScorer:
         forget_launcher()
         config = _settings(run, prompts, samples)
         inner = run.config.inner
-        files = fetch_files(run, folder / "code")
+        files = fetch_files(patient(run), folder / "code")
         files |= {EVAL: prompts} if prompts is not None else {}
         rows = load_prompts(str(prompts or config.source), files, inner.data, kind=EVAL)
         start = start_folder(run, record, folder / "model")

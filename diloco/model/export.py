@@ -10,6 +10,7 @@ Not promised: speed for a step far from a snapshot.
 import json
 import tempfile
 from collections.abc import Callable, Container
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def write_model(run: Run, record: ModelRecord, state: OuterState, *, at: int, to
     if run.config.script is not None:
         from diloco.model.script_model import write_script_model
 
-        return write_script_model(run, record, state, to)
+        return write_script_model(patient(run), record, state, to)
     from inner.train.build import load_dequantised, load_start  # it imports transformers
 
     inner = run.config.inner
@@ -196,10 +197,15 @@ def start_arrays(run: Run, record: ModelRecord) -> dict[str, np.ndarray]:
         return first_arrays(folder, config.inner.dtype, config.outer, config.inner.lora)
 
 
+def patient(run: Run) -> Run:
+    """Return the run with a store that repeats requests without an answer, for a command, which no process restarts."""
+    return replace(run, store=PatientStore(run.store, SystemClock(), STATE_PATIENCE_S, waits_on_refusal=False))
+
+
 def start_folder(run: Run, record: ModelRecord, folder: Path) -> Path:
     """Fetch the start model into `folder` and return its path.   Raises ConfigError if the Hub does not give it."""
     try:
-        return fetch_model(run.store, record, folder)
+        return fetch_model(patient(run).store, record, folder)
     except HubError as error:
         assert record.hub_model is not None
         raise ConfigError(f"{error}. {next_steps_text(record.hub_model)}") from error

@@ -46,11 +46,12 @@ def checks(report: Report) -> list[Check]:
     so_far = "" if report.done else " so far"
     gaps = report.damage or ("none lost, the chain has no gap" if linked else "but the chain of commits is broken")
     same = f"θ bit-identical on all replicas after each outer step ({compared} digests)"
+    unseen = "θ not compared: no digest is known"
     fork = f"θ differs between replicas after outer steps {forks}"
     return [
         Check(linked and not report.damage, f"{report.progress} outer steps committed{so_far}, {gaps}"),
         Check(report.twice == 0, f"{report.twice or 'no'} pseudogradients counted twice"),
-        Check(not forks, fork if forks else same),
+        Check(not forks, fork if forks else same if compared else unseen),
     ]
 
 

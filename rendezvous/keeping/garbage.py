@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 from rendezvous import layout
 from rendezvous.agreement.rules import Rules
 from rendezvous.background import Emit
-from rendezvous.errors import StoreError, Terminal
+from rendezvous.errors import StoreError, StoreRefused, Terminal
 from rendezvous.keeping.budget import LATE, Kept, Sizes, Window, choose_kept, largest_window, parts_of, sizes_of
 from rendezvous.records.records import Commit, Mean, Snapshot, decode_or_none
 from rendezvous.snapshots import record as snapshots
@@ -155,7 +155,7 @@ class Collector:
         self._thinned = (0, frozenset[int]())  # the floor and the kept older snapshots of the last call
         self._replaced = set[int]()  # steps in the window whose listed bodies were deleted
         self._unannounced = set[int]()  # steps in the window whose mean was not announced when it was checked
-        self._warned = False
+        self._warned = set[str]()  # kinds of warnings that were given
 
     def note_commit(self, commit: Commit) -> None:
         """Note a commit that was read, without a request. Any thread may call this."""
@@ -172,6 +172,8 @@ class Collector:
             gone = 0 if answer is None else self._delete_beyond(answer, at_most)
         except StoreError as error:
             self.emit("garbage_stays", trouble=str(error))
+            if isinstance(error, StoreRefused):
+                self._warn_once("refused", error)
             return 0
         if gone:
             self.emit("collected", blobs=gone, below=self.floor, **_kept_fields(answer, self.floor))
@@ -185,8 +187,7 @@ class Collector:
             self._snapshots = self.store.list(layout.SNAPSHOTS)
             self._steps = snapshots.steps_of(self._snapshots)
             carry = self.rules.fragments * self.rules.max_carry
-            every = self.rules.snapshot_every
-            self._window = Window(self.floor, newest.t, carry, newest.size, every)
+            self._window = Window(self.floor, newest.t, carry, newest.size, self.rules.snapshot_every)
             self._unannounced.clear()
             self._replaced = {t for t in self._replaced if t >= self._window.first_listable}
         self._heard = snapshot
@@ -218,12 +219,13 @@ class Collector:
         newest = self._known.get(self._head - 1, Sizes(0, 0))
         floor = largest_window(1, self._window.snapshot, newest)
         on_their_way = self._window.snapshot + LATE * (newest.deltas + newest.mean)
-        if not self._warned and (self.budget < floor or over > on_their_way):
-            self._warned = True
-            from rendezvous.keeping.words import excess_text
+        if self.budget < floor or over > on_their_way:
+            self._warn_once("excess", over, self.budget, floor)
 
-            text = excess_text(over, self.budget, floor)
-            self.emit("warning", kind="keep", step=self._head, text=text)
+    def _warn_once(self, name: str, *facts: Any) -> None:
+        from rendezvous.keeping.words import warn_once
+
+        warn_once(self._warned, self.emit, self._head, name, *facts)
 
     def _learn_sizes(self) -> None:
         while self._news:
@@ -276,8 +278,7 @@ class Collector:
         if (now := (self.floor, answer.snapshots)) == self._thinned:
             return 0
         stay = {self._blob_of(t) for t in answer.snapshots}
-        keys = [k for k in blobs_before(self._snapshots, "snapshot", self.floor) if k not in stay]
-        gone = self._delete_keys(keys)
+        gone = self._delete_keys([k for k in blobs_before(self._snapshots, "snapshot", self.floor) if k not in stay])
         self._thinned = now
         return gone
 
@@ -299,8 +300,7 @@ class Collector:
         return gone
 
     def _old_blobs(self, t: int, kind: str, end: int) -> list[str]:
-        folder = f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"
-        return blobs_before(self.store.list(folder), kind, end)
+        return blobs_before(self.store.list(f"{layout.commit_key(t).rpartition('/')[0]}/{kind}/"), kind, end)
 
     def _delete_keys(self, keys: list[str]) -> int:
         if keys:

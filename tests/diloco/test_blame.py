@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil, log2
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from diloco.audit.bisect import Judgement, bisect, most_judgements
 from diloco.audit.blame import REPLICA, STEP, Blame, Omission, blame, blame_lines, states_without
 from diloco.audit.metrics import LOWER, Measurement
-from diloco.model.export import model_record, put_into, start_folder, state_at
+from diloco.model.export import model_record, patient, put_into, start_folder, state_at
+from diloco.model.fetch import fetch_files
 from diloco.outer.optimizer import OuterState
 from diloco.run.config import ConfigError
 from diloco.run.record import read_run
@@ -22,6 +24,7 @@ from executors.cli.main import main, split_command
 from inner.train.build import load_start
 from inner.train.supervised import text_losses
 from rendezvous import layout
+from tests.support.fakes import Fault, FaultyStore
 from tests.support.puppets import PuppetRun, toward
 
 GOOD, BAD, UNCLEAR = Judgement.GOOD, Judgement.BAD, Judgement.UNCLEAR
@@ -209,6 +212,16 @@ def test_the_step_is_named_in_which_all_went_astray(tmp_path: Path) -> None:
     run.rounds(8)
     found = blamed(run, 1, 8, STEP)
     assert found.harm is not None and found.harm.name == "step 4"
+
+
+def test_a_start_model_and_code_are_read_again_after_a_broken_connection(tmp_path: Path) -> None:
+    """`export` replayed θ through an outage, and ended at the first file of the start model that broke off."""
+    run = PuppetRun(tmp_path, **KEPT)
+    faulty = FaultyStore(run.run.store, [Fault("get", "model/"), Fault("get", "code/")])
+    broken = replace(run.run, store=faulty)
+    assert (start_folder(broken, run.fleet.model, tmp_path / "start") / "config.json").is_file()
+    assert fetch_files(patient(broken), tmp_path / "code").keys() == run.run.record.files.keys()
+    assert not [fault for fault in faulty.faults if fault.times > 0], "both faults were met"
 
 
 def start_model(run: PuppetRun) -> Any:

@@ -107,6 +107,16 @@ def test_on_a_slow_store_a_live_replica_and_supervisor_are_not_silent() -> None:
         assert describe_supervisor(beat, FixedClock(now), report)[0].startswith(words)
 
 
+def test_status_tells_why_a_supervisor_ended_and_not_all_of_a_replicas_last_lines() -> None:
+    """The log's reader has no line breaks: eleven lines of a replica's progress stood before the reason."""
+    b = killed_and_replaced()
+    b.store.delete([layout.commit_key(5)])
+    lines = ["r00: its bucket is wrong. Its last lines:", "    r00-1  outer step 4", "    r00: the store was emptied"]
+    b.tell("supervisor", 1, 17.0, "stopped", code=2, text="\n".join(lines))
+    words = describe_supervisor(read_beat(b.store, SUPERVISOR), FixedClock(), read_report(b.store))[0]
+    assert words.endswith("ended with code 2: r00: its bucket is wrong. Its last line: r00: the store was emptied")
+
+
 def test_curves_are_by_outer_step_and_of_what_was_measured() -> None:
     run = long_run(40, 2)
     series = {s.name: s for s in overview(read_report(run.store), T0).series}

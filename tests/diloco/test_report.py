@@ -161,6 +161,11 @@ def test_checks_see_a_fork_a_double_count():
     )
 
 
+def test_a_check_that_compared_nothing_does_not_say_that_all_was_equal():
+    """Of a run whose commit 0 was deleted, the report said "bit-identical on all replicas (0 digests)"."""
+    assert [c.text for c in checks(read_report(Bucket().store))][2] == "θ not compared: no digest is known"
+
+
 def test_checks_see_a_broken_chain():
     b = Bucket(steps=2)
     b.claim("r00", 1, 0.0)

@@ -264,8 +264,7 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     holder = still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
-        first = end["text"].strip().partition("\n")[0] if end else ""
-        words = f"; the last one ended with code {end['code']}: {first}" if end else ""
+        words = f"; the last one ended with code {end['code']}: {end_words(end['text'])}" if end else ""
         line = _done_words(report, clock) if report.done else f"no supervisor{words}"
         return line, {"supervisor": None, "supervisor_end": end}
     heard_at = beat.at if beat is not None and beat.generation == holder.generation else holder.at
@@ -287,6 +286,14 @@ def _done_words(report: Report, clock: Clock) -> str:
     there = [b for b in beats if abs(clock.wall() - b.at) <= silent_s(report)]
     works = ", ".join(f"{b.slot} {b.note or 'is about to leave'}" for b in there)
     return f"all {report.head} outer steps are committed, but not all is done: {works}" if works else "done"
+
+
+def end_words(text: str) -> str:
+    """Return a supervisor's last words without the replica's lines between the first one and the last one.
+
+    A reader of the log has a space in place of each line break; `Supervisor._stop_for` indents the replica's lines."""
+    first, *lines = text.strip().split(" " * 5)
+    return " ".join([first, *lines[-1:]]).replace("Its last lines:", "Its last line:")
 
 
 def last_end(report: Report) -> dict[str, Any] | None:

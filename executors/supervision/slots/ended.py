@@ -32,7 +32,7 @@ def end_in_words(s: "Observation") -> str:
 def give_up_reason(s: "Observation", limits: "Limits", *, enough: int) -> str | None:
     """Return the reason why another start would change nothing, or None.   enough: see plan.py."""
     if s.exit_code == exitcodes.USER_ERROR:
-        return "its configuration, files or model are wrong"
+        return "its configuration, files, model or bucket are wrong"
     if s.reward_failures >= limits.reward_failures:
         rows = f"{s.reward_failures} sessions in a row, each before {enough} outer steps counted its work"
         return f"its reward failed in {rows} ({end_in_words(s)})"
