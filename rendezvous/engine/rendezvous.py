@@ -90,7 +90,7 @@ class Rendezvous:
         self.members = Membership(store, clock, slot, 0, timing, emit=emit, **process)
         self._departure = Departure(clock, self.members, timing.grace)
         self.store = PatientStore(
-            store, clock, timing.store_patience, self._departure.check_before_pause,
+            store, clock, min(timing.store_patience, timing.give_up), self._departure.check_before_pause,
             lambda text: _report_trouble(text, emit, self.members.status), full_s=timing.give_up,
             on_recovered=lambda: setattr(self.members.status, "note", ""),
         )  # fmt: skip

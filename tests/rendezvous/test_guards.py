@@ -703,3 +703,9 @@ def test_a_large_fleet_is_asked_how_far_it_came_a_few_at_a_time() -> None:
 
     refuse_forgotten_steps(MemoryStore(), [f"r{i:02d}" for i in range(64)], {}, 3, at_once)
     assert sum(waits) == 64 and len(waits) <= 8
+
+
+def test_a_shorter_give_up_bounds_the_wait_for_the_bucket_too() -> None:
+    """Before: fleet.give_up_s = 15 waited for a bucket that refuses for 120 s."""
+    rv = Rendezvous(MemoryStore(), ManualClock(), "r01", RULES, replace(TIMING, give_up=3.0, store_patience=120.0))
+    assert rv.store.patience_s == 3.0
