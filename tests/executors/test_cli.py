@@ -488,3 +488,10 @@ def test_a_proxy_gets_no_request_to_this_machine(upper: str, lower: str, expecte
         assert httpx.get(f"{server.endpoint}/-/control").status_code == 200
         with urllib.request.urlopen(f"{server.endpoint}/-/control") as answer:
             assert answer.status == 200
+
+
+def test_a_run_that_its_limit_ends_is_continued_with_a_higher_one(config, capsys, monkeypatch) -> None:
+    """The command that was advised, typed as it stood, ended at once for the same reason."""
+    monkeypatch.chdir(config.parent)
+    code, _, err = say(capsys, "train", config, "--run", "runs/x", "--no-preflight", "--max-hours", 0.001)
+    assert code == 4 and err.splitlines()[-1] == "to continue: diloco resume runs/x --max-hours N", err
