@@ -405,6 +405,8 @@ def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):
     assert "which log? This run has logs of r00, r01 and, if it is" in complaint(capsys, "logs", run.url)
+    write_control(run.store, SystemClock(), steps=12, actors=1)  # before: an actor's log was not named
+    assert "which log? This run has logs of r00, r01, a00 and, if it is" in complaint(capsys, "logs", run.url)
 
 
 def test_a_supervised_run_is_not_started_twice(capsys, run, config):
