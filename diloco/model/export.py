@@ -29,6 +29,7 @@ from diloco.run.sections import keep_bytes
 from diloco.runlog.reached import refuse_lost
 from inner.models.lora import ADAPTER, save_adapter
 from inner.models.naming import HubError
+from rendezvous import layout
 from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.salvage import read_standing_control
 from rendezvous.background import no_emit, together_on
@@ -37,7 +38,7 @@ from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit
 from rendezvous.snapshots.replay import StateReplay
-from rendezvous.store import PatientStore
+from rendezvous.store import PatientStore, Store
 
 BASE = "base.json"  # in an exported adapter's folder: its base model
 MODEL_CONFIGS = ("config.json", "generation_config.json")  # the configs of a whole model; an adapter has another config
@@ -113,6 +114,16 @@ def _describe_base(record: ModelRecord, model: str, step: int) -> bytes:
     return json.dumps(base, indent=2).encode()
 
 
+def _no_snapshot(store: Store) -> str:
+    """Explain that no snapshot can be read: the run is too young, or its bucket has lost them."""
+    if store.get(layout.commit_key(0)) is None:
+        return "this run has no readable snapshot yet; wait for its first outer step"
+    return (
+        f"no snapshot can be read below {store.url}/{layout.SNAPSHOTS}, though outer steps are committed, so θ cannot "
+        "be computed: the bucket was edited, or lost objects. Restore the snapshots from a backup"
+    )
+
+
 def state_at(
     run: Run, record: ModelRecord, step: int | None, tell: Callable[..., None] = no_emit
 ) -> tuple[int, OuterState]:
@@ -133,7 +144,7 @@ def state_at(
         emit=tell, theta_0=lambda: start_arrays(run, record), mends=False,
     )  # fmt: skip
     if not replay.load_snapshot(upto=step):
-        raise ConfigError("this run has no readable snapshot yet; wait for its first outer step")
+        raise ConfigError(_no_snapshot(store))
     for _ in replay.commits(step):
         pass
     if step is None or replay.step < step:

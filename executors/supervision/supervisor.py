@@ -374,8 +374,7 @@ class Supervisor:
             self.emit("fenced_off", slot=state.slot, attempt=state.handle.attempt, why=why)
             self.slots.replaced[state.handle] = self.clock.now()
             state.attempt = number - 1
-            state.handle = None
-            state.status = None
+            state.handle = state.status = None
 
     def _go_on_without(self, actor: str, why: str) -> None:
         """Log, once, that an actor is not started again: replicas then sample the completions themselves."""
@@ -386,8 +385,8 @@ class Supervisor:
     def _stop_for(self, slot: str, exit_code: int | None, why: str, tail: list[str]) -> None:
         """End a run that cannot continue: all replicas leave, and the outcome says why."""
         code = exit_code if exit_code in (exitcodes.USER_ERROR, exitcodes.GAVE_UP) else FAILED
-        text = "\n".join([f"{slot}: {why}. Its last lines:", *(f"    {line}" for line in tail)])
-        self._verdict = Outcome(code, text)
+        last = ["Its last lines:", *(f"    {line}" for line in tail)] if tail else ["It printed nothing"]
+        self._verdict = Outcome(code, f"{slot}: {why}. " + "\n".join(last))
         self._leaving = self._leaving or why
         self.emit("gave_up_on", slot=slot, why=why, tail=tail)
 
@@ -404,8 +403,8 @@ class Supervisor:
                 self.emit("published", seconds=self.clock.now() - p.launched_at)
         elif p.status and (p.status.exit_code == exitcodes.USER_ERROR or p.strikes.losses >= self.limits.failures):
             tail = self.slots.tail(p.status.handle, 12)
-            wrong = p.status.exit_code == exitcodes.USER_ERROR
-            why = "your files, settings or model cannot be used" if wrong else "the start model cannot be published"
+            told = f"the start model cannot be published ({p.status.reason or 'its end has no reason'})"
+            why = "your files, settings or model cannot be used" if p.status.exit_code == exitcodes.USER_ERROR else told
             self._stop_for("before the first step", p.status.exit_code, why, tail)
         else:
             return ["the run has no model yet"]
@@ -431,8 +430,7 @@ def _report_outages(outages: Outages, emit: Emit) -> None:
 
 
 def _given_up(outcome: Outcome, slots: Slots) -> Outcome:
-    there = [t.handle for t in slots.all() if t.running and t.handle]
-    there += [*slots.replaced, *slots.duplicates]
+    there = [*(t.handle for t in slots.all() if t.running and t.handle), *slots.replaced, *slots.duplicates]
     names = ", ".join(f"{h.slot} on {h.executor} ({h.native or h.pid})" for h in there)
     text = f"{outcome.text}\n{names} may still run; `diloco stop {shlex.quote(slots.run.url)}` tries again"
     return Outcome(outcome.code or FAILED, text)

@@ -60,7 +60,7 @@ class Chain:
 
     def accept_commit(self, t: int, body: bytes) -> Commit:
         """Check that `body` follows the known commit t−1, and keep it as commit t."""
-        commit = self._decode_commit(t, body)
+        commit = decode_commit(self._store.url, t, body)
         before = self._digests.get(t - 1)
         if commit.t != t or (before is not None and commit.prev != before):
             raise ChainBroken(
@@ -77,15 +77,6 @@ class Chain:
             del self._commits[old], self._digests[old]
         return commit
 
-    def _decode_commit(self, t: int, body: bytes) -> Commit:
-        try:
-            return Commit.decode(body)
-        except WireError as error:
-            raise WireError(
-                f"{self._store.url}/{layout.commit_key(t)}: {error}. No other commit replaces it. Restore the "
-                f"object from a backup, or delete it if step {t} was never taken, and run the same command again"
-            ) from error
-
     def known_commit(self, t: int) -> Commit | None:
         return self._commits.get(t)
 
@@ -100,6 +91,17 @@ class Chain:
     def recent_commits(self, t: int, count: int) -> list[Commit]:
         """Return the commits among t−1, …, t−count that this replica knows, the newest first."""
         return [c for u in range(t - 1, t - 1 - count, -1) if (c := self._commits.get(u)) is not None]
+
+
+def decode_commit(url: str, t: int, body: bytes) -> Commit:
+    """Decode the commit of step t.   url: of the run.   Raise WireError, which names the object, if it is damaged."""
+    try:
+        return Commit.decode(body)
+    except WireError as error:
+        raise WireError(
+            f"{url}/{layout.commit_key(t)}: {error}. No other commit replaces it. Restore the "
+            f"object from a backup, or delete it if step {t} was never taken, and run the same command again"
+        ) from error
 
 
 def lost_record(url: str, key: str, step: int, how: str = "is gone") -> RecordsLost:

@@ -4,8 +4,8 @@ Not promised: an answer that stays true; collectors go on.
 """
 
 from rendezvous import layout
+from rendezvous.agreement.chain import decode_commit
 from rendezvous.keeping.garbage import Collected, can_heal_from
-from rendezvous.records.records import Commit
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
@@ -41,6 +41,6 @@ def _newest_that_commits_name(store: Store, t: int) -> int:
     """Return the newest snapshot that a commit from t on names.  Commits are read by GET; LIST may be out of date."""
     newest = 0
     while (body := store.get(layout.commit_key(t))) is not None:
-        newest = max(newest, Commit.decode(body).snapshot)
+        newest = max(newest, decode_commit(store.url, t, body).snapshot)
         t += 1
     return newest

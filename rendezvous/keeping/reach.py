@@ -17,9 +17,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from rendezvous import layout
-from rendezvous.agreement.chain import first_open_step
+from rendezvous.agreement.chain import decode_commit, first_open_step
 from rendezvous.keeping.garbage import announced_stands, blob_stands
-from rendezvous.records.records import Commit
 from rendezvous.snapshots import record as snapshots
 from rendezvous.store import Store
 
@@ -73,5 +72,5 @@ def mean_stands(store: Store, t: int) -> bool:
     body = store.get(layout.commit_key(t))
     if body is None:
         return False
-    commit = Commit.decode(body)
+    commit = decode_commit(store.url, t, body)
     return announced_stands(store, commit) or all(blob_stands(store, o.blob, o.size) for o in commit.offers)

@@ -194,3 +194,10 @@ def test_more_steps_than_are_wanted_are_not_said_to_be_of_them(run: Path, capsys
     write_control(FileStore(run), CLOCK, steps=3)
     said = told("report", run, capsys, "--to", str(run.parent / "page"))[1]
     assert f"ok  {STEPS} outer steps committed" in said
+
+
+def test_a_run_that_has_lost_its_snapshots_is_not_told_to_wait(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: "this run has no readable snapshot yet; wait for its first outer step", after its last one."""
+    shutil.rmtree(run / layout.SNAPSHOTS)
+    code, text = told("export", run, capsys, "--to", str(run.parent / "out"))
+    assert code == 2 and "though outer steps are committed" in text and "Restore the snapshots" in text, text

@@ -418,6 +418,8 @@ def test_what_this_user_may_not_read_is_told_so(capsys, run, monkeypatch):
 
 def test_logs_without_a_slot_names_the_slots(capsys, run):
     assert "which log? This run has logs of r00, r01 and, if it is" in complaint(capsys, "logs", run.url)
+    write_control(run.store, SystemClock(), steps=12, actors=1)  # before: an actor's log was not named
+    assert "which log? This run has logs of r00, r01, a00 and, if it is" in complaint(capsys, "logs", run.url)
 
 
 def test_a_supervised_run_is_not_started_twice(capsys, run, config):
@@ -501,3 +503,10 @@ def test_a_proxy_gets_no_request_to_this_machine(upper: str, lower: str, expecte
         assert httpx.get(f"{server.endpoint}/-/control").status_code == 200
         with urllib.request.urlopen(f"{server.endpoint}/-/control") as answer:
             assert answer.status == 200
+
+
+def test_a_run_that_its_limit_ends_is_continued_with_a_higher_one(config, capsys, monkeypatch) -> None:
+    """The command that was advised, typed as it stood, ended at once for the same reason."""
+    monkeypatch.chdir(config.parent)
+    code, _, err = say(capsys, "train", config, "--run", "runs/x", "--no-preflight", "--max-hours", 0.001)
+    assert code == 4 and err.splitlines()[-1] == "to continue: diloco resume runs/x --max-hours N", err

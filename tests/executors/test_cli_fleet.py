@@ -507,6 +507,13 @@ def test_drain(capsys, run):  # noqa: F811
     assert read_control(run.store).drains == {"r01"}
 
 
+def test_a_drain_without_the_first_control_record_names_the_record(capsys, run):  # noqa: F811
+    """Before: "there is no slot 'r01' in this run; there are "."""
+    run.store.delete([layout.control_key(0)])
+    told = complaint(capsys, "drain", run.url, "r01")
+    assert f"{layout.control_key(0)} has vanished, though steps are committed" in told
+
+
 @pytest.mark.parametrize("verb", ["drain", "logs"])
 def test_a_slot_that_does_not_exist(capsys, run, verb):  # noqa: F811
     err = complaint(capsys, verb, run.url, "r07")

@@ -356,6 +356,19 @@ def test_money_of_boxes_hides_no_bill_whose_log_is_gone(events):
         usd = found.usd - found.boxes  # as limit.py writes it
 
 
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (Wanted(), "$3.00 so far, $0.00 per hour now"),
+        (Wanted(max_hours=12.0), "$3.00 so far, 0.45 of 12 h, $0.00 per hour now"),
+        (Wanted(max_usd=20.0, max_hours=12.0), "$3.00 of $20.00 so far, 0.45 of 12 h, $0.00 per hour now"),
+    ],
+)
+def test_each_limit_stands_beside_what_is_used_of_it(wanted, text):
+    """A limit in hours was told as "$3.00 of 12 h so far"."""
+    assert cost_line(Costs(hours=0.45, boxes=3.0), wanted) == text
+
+
 def test_hours_are_known_without_the_log_too():
     found = costs(told(LEASE, hours=20.0, rate=1.0, at=T + 900.0, until=T + 2700.0, logged=1), T + HOUR)
     assert found.hours == pytest.approx(20.0) and over(Budget(max_hours=20.0), found)

@@ -138,6 +138,11 @@ def user_error(argv: list[str]) -> int:
     return exitcodes.USER_ERROR
 
 
+def killed(argv: list[str]) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1
+
+
 def crash(argv: list[str]) -> int:
     raise ImportError("no module named spoons")
 
@@ -241,6 +246,16 @@ def test_a_crash_loop_ends_after_three_starts(tmp_path, executor):
     assert outcome.code == 1 and "3 times in a row" in outcome.text and "no module named spoons" in outcome.text
     launched = [e["slot"] for e in read_report(run.store).of_kind("launched")]
     assert launched.count("r00") <= 3 and launched.count("r01") <= 3
+
+
+def test_a_publisher_that_is_killed_before_it_prints_is_told_with_its_end(tmp_path, executor, monkeypatch):
+    """The error ended with "Its last lines:" and no line, as after a kill for memory."""
+    monkeypatch.setattr("executors.supervision.starts.PUBLISHER", f"{HERE}:killed")
+    run = found(tmp_path)
+    run.store.delete([layout.MODEL_MANIFEST])
+    outcome = supervisor_for(run, executor, "replica_that_hangs").supervise()
+    told = "the start model cannot be published (killed by SIGKILL). It printed nothing"
+    assert (outcome.code, outcome.text) == (1, f"before the first step: {told}")
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from rendezvous.keeping.garbage import (
     two_newest,
 )
 from rendezvous.keeping.reach import Reach, read_reach
-from rendezvous.records.records import Commit
+from rendezvous.records.records import Commit, WireError
 from rendezvous.snapshots import record as snapshots
 from rendezvous.snapshots.replay import StateReplay
 from rendezvous.store import Store
@@ -176,6 +176,17 @@ def test_a_sweep_leaves_what_a_reader_may_need(store: Store) -> None:
     assert blobs(store, "snapshots/") == [15, 20]
     assert [k for k in store.list("") if k.endswith(".json")] == registers
     assert read_reach(store) == Reach(15)
+
+
+@pytest.mark.parametrize("look", [read_reach, lambda store: refuse_collected(store, 3)])
+def test_a_commit_that_is_cut_off_is_named_with_what_to_do(look: Callable[[Store], Any]) -> None:
+    """`verify --step`, `export --step`, `blame` and `bisect` named neither the object nor the next thing to do."""
+    store = MemoryStore()
+    fill(store, 23)
+    key = layout.commit_key(10)  # the middle of the steps before the newest snapshot, which is looked at first
+    store.put(key, (store.get(key) or b"")[:20])
+    with pytest.raises(WireError, match=f"{store.url}/{key}: expected a commit.*Restore the object from a backup"):
+        look(store)
 
 
 def test_a_second_sweep_goes_on_where_the_first_stopped(store: Store) -> None:

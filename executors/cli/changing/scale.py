@@ -21,7 +21,7 @@ from executors.supervision.costs import Costs
 from executors.supervision.holder import supervisor_of
 from executors.supervision.money.budget import Budget
 from rendezvous import layout
-from rendezvous.agreement.membership import Wanted, read_control, write_control
+from rendezvous.agreement.membership import Wanted, read_control, refuse_lost, write_control
 from rendezvous.clock import Clock
 from rendezvous.errors import RendezvousError
 from rendezvous.store import Store
@@ -56,6 +56,7 @@ def scale(run: Run, clock: Clock, replicas: int, quorum: int | None, actors: int
 def drain(run: Run, clock: Clock, slot: str) -> list[str]:
     """Ask one slot to offer its work and leave; return lines for the user."""
     before = read_control(run.store)
+    refuse_lost(run.store, before)  # without its records, the run would seem to have no slot
     check_slot(before, slot)
     if over := finished_words(run.store, run.url):
         return [over]

@@ -76,7 +76,7 @@ def log_of(run: Run, wanted: Wanted, slot: str) -> Iterator[OpenLog]:
     Platforms get the store's URL, as at the launch: `run.url` is as the user typed it."""
     url = run.url
     if not slot:
-        there = ", ".join(slots_of(wanted.replicas))
+        there = ", ".join(dict.fromkeys([*slots_of(wanted.replicas), *wanted.member_names]))
         raise UsageError(
             f"which log? This run has logs of {there} and, if it is detached, of supervisor. For example: "
             f"diloco logs {shlex.quote(url)} r00"

@@ -216,17 +216,21 @@ def _session_status(session: SessionSummary, report: Report, now: float) -> dict
 
 
 def cost_line(spent: Costs, wanted: Wanted) -> str:
-    limit = f" of {limits}" if (limits := cost_limits(wanted)) else ""
+    hours = f", {hours_words(spent, wanted)}" if wanted.max_hours else ""
     unknown = f", {len(unpriced(spent))} launches at an unknown price" if unpriced(spent) else ""
     on_actors = sum(bill.usd for bill in spent.bills if is_actor(bill.slot))
     part = f" ({dollars(on_actors)} of it for actors)" if on_actors else ""
-    return f"{dollars(spent.usd)}{limit} so far{part}, {dollars(spent.rate)} per hour now{unknown}"
+    return f"{usd_words(spent, wanted)} so far{part}{hours}, {dollars(spent.rate)} per hour now{unknown}"
 
 
-def cost_limits(wanted: Wanted) -> str:
-    """Return the limits as "$50.00 and 12 h"; "" for no limit."""
-    limits = [f"{dollars(wanted.max_usd)}"] if wanted.max_usd else []
-    return " and ".join([*limits, *([f"{wanted.max_hours:g} h"] if wanted.max_hours else [])])
+def usd_words(spent: Costs, wanted: Wanted) -> str:
+    """Return the dollars as "$3.00 of $50.00"; "$3.00" without a limit."""
+    return dollars(spent.usd) + (f" of {dollars(wanted.max_usd)}" if wanted.max_usd else "")
+
+
+def hours_words(spent: Costs, wanted: Wanted) -> str:
+    """Return the hours with any replica and their limit, as "0.45 of 12 h"."""
+    return f"{spent.hours:.2f} of {wanted.max_hours:g} h"
 
 
 def cost_status(spent: Costs, wanted: Wanted) -> dict[str, Any]:

@@ -230,14 +230,14 @@ def _supervise(run: "Run", asked: "StartRequest", wanted: "Wanted") -> Answer:
         from executors.cli.starting.launch import end_of
 
         outcome = end_of(run, outcome)
-    words = [] if asked.as_json else [outcome.text]
+    said = [] if asked.as_json else [outcome.text]
     if outcome.code in (exitcodes.LEFT, exitcodes.GAVE_UP):
-        words.append(f"to continue: diloco resume {shlex.quote(asked.url)}")
+        more = next((f" {limit} N" for limit in ("--max-usd", "--max-hours") if f"raise {limit}" in outcome.text), "")
+        said.append(f"to continue: diloco resume {shlex.quote(asked.url)}{more}")
     if outcome.code == exitcodes.DONE:
         export = f", or diloco export {shlex.quote(asked.url)} --to DIR" if _has_model(run) else ""
-        words.append(f"next: diloco report {shlex.quote(asked.url)}{export}")
-    data = {"run": run.url, "code": outcome.code, "text": outcome.text}
-    return Answer(data, code=outcome.code, note="\n".join(words))
+        said.append(f"next: diloco report {shlex.quote(asked.url)}{export}")
+    return Answer({"run": run.url, "code": outcome.code, "text": outcome.text}, code=outcome.code, note="\n".join(said))
 
 
 def _has_model(run: "Run") -> bool:

@@ -24,7 +24,7 @@ from diloco.runlog.sparkline import sparkline, squeezed
 from diloco.units import dollars, duration
 from diloco.views.overview import MetricCurve, Overview, SessionRow
 from diloco.views.trouble import PAGE, Trouble
-from executors.cli.looking.status import cost_limits
+from executors.cli.looking.status import hours_words, usd_words
 from executors.supervision.costs import Costs
 from executors.supervision.money.bills import unpriced
 from executors.supervision.notices.messages import found_room
@@ -74,9 +74,9 @@ def _clock_part(seen: Overview) -> str:
 def _money_parts(spent: Costs, wanted: Wanted) -> list[str]:
     if not (spent.usd or unpriced(spent) or wanted.max_usd or wanted.max_hours):
         return []
-    limit = cost_limits(wanted)
+    hours = f", {hours_words(spent, wanted)}" if wanted.max_hours else ""
     unknown = f" and {len(unpriced(spent))} launches of unknown price" if unpriced(spent) else ""
-    return [f"{dollars(spent.usd)}{f' of {limit}' if limit else ''}{unknown}, {dollars(spent.rate)}/h"]
+    return [f"{usd_words(spent, wanted)}{unknown}{hours}, {dollars(spent.rate)}/h"]
 
 
 def _snapshot_parts(seen: Overview) -> list[str]:

@@ -65,9 +65,9 @@ Page.tables = (function () {
       Page.put("costs", element("p", {class: "quiet"}, "Nothing was launched that has a price."));
       return;
     }
-    const limits = [costs.max_usd ? Page.dollars(costs.max_usd) : "", costs.max_hours ? costs.max_hours + " h" : ""].filter(Boolean);
-    const words = Page.dollars(costs.usd) + " so far" + (limits.length ? " of " + limits.join(" and ") : "") + ", "
-      + Page.dollars(costs.usd_per_hour) + " per hour now, " + costs.hours.toFixed(2) + " hours with any replica";
+    const of = (limit) => limit ? " of " + limit : "";
+    const words = Page.dollars(costs.usd) + of(costs.max_usd && Page.dollars(costs.max_usd)) + " so far, "
+      + Page.dollars(costs.usd_per_hour) + " per hour now, " + costs.hours.toFixed(2) + of(costs.max_hours) + " hours with any replica";
     const unknown = costs.unknown_price.length ? element("p", {class: "trouble mild"}, "The price of " + costs.unknown_price.join(", ") + " is not known, so the sums leave it out.") : null;
     const places = Object.entries(costs.per_executor).map(([name, usd]) => [name, Page.dollars(usd)]);
     const slots = Object.entries(costs.per_slot).map(([name, usd]) => [name, Page.dollars(usd)]);
