@@ -72,6 +72,10 @@ class End:
     text: str
 
 
+class _TakenBack(Exception):
+    """Since the request to stop, another command has let the run go on."""
+
+
 class Patience:
     """The time, from the heartbeats, that the slowest replica may take to leave after the request; it never shrinks.
 
@@ -83,6 +87,7 @@ class Patience:
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
         self.can_beat = True
+        self.has_asked = False  # whether a request to stop was written
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
@@ -131,7 +136,17 @@ def stop_run(
         say("the run is finished and no replica sends a heartbeat; looking for processes that it left")
     else:
         _ask_to_leave(store, clock, patience, say)
-    return _end_everything(store, clock, patience, say, executor)
+    try:
+        return _end_everything(store, clock, patience, say, executor)
+    except _TakenBack:
+        text = "another command (resume or train) has let it go on since this one asked it to stop; nothing was killed"
+        return [End("run", True, text)]
+
+
+def _refuse_taken_back(store: Store, patience: Patience) -> None:
+    with suppress(RendezvousError):  # replicas of a damaged run must end, too
+        if patience.has_asked and not read_control(store).stop:
+            raise _TakenBack
 
 
 def _is_over(store: Store, now: float) -> bool:
@@ -156,6 +171,7 @@ def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[
             "signal instead, and platforms cancel theirs; a supervisor and replicas elsewhere do not know of this stop"
         )
         return _signal_here(store, signal.SIGTERM)
+    patience.has_asked = True
     if lost:
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
     say(f"asked every replica to leave; they offer what they have first, within {duration(patience.seconds())}")
@@ -382,6 +398,8 @@ def _wait_until_ended(
     while True:
         if clock.now() - looked >= ASK_S or clock.now() >= began + limit:
             limit, looked = patience.seconds() if seconds is None else seconds, clock.now()
+            if seconds is None:  # before a process is killed
+                _refuse_taken_back(store, patience)
         if clock.now() >= began + limit:
             return
         if clock.now() - asked >= (ASK_S if any(h.native for h in launches.there) else 0.0):

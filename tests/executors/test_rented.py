@@ -820,6 +820,23 @@ def test_stop_reaches_launches_that_only_the_log_knows(world):
     assert all(j.state.ended for j in world.cloud.jobs.values()) and len(world.cloud.jobs) == 3
 
 
+def test_stop_that_another_command_takes_back_ends_without_a_kill(world):
+    """Before: `resume` from another terminal said yes, and `stop` killed the replicas minutes later."""
+
+    class Resuming(Beating):
+        def sleep(self, seconds: float) -> None:
+            if read_control(world.run.store).stop:
+                write_control(world.run.store, world.clock, resume=True)
+            super().sleep(seconds)
+
+    world.started()
+    for slot in ("r00", "r01"):
+        world.cloud.job(slot).deaf = True
+    (end,) = stop_run(world.run.store, Resuming(world), 30.0, lambda text: None, CloudExecutor(world.cloud))
+    assert end.live and "has let the run go on" in end.text
+    assert [world.cloud.job(slot).cancels for slot in ("r00", "r01")] == [0, 0]
+
+
 def test_stop_of_a_run_that_is_supervised_writes_each_end_once(world):
     """Before: its supervisor wrote the ends and "stopped", and then `diloco stop` wrote all of them again."""
     world.started()
