@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from inner.errors import InnerError
 from inner.rollouts.recording.bundle import Bundle
 from inner.rollouts.recording.recorded import BundlePlace, Unfit, can_record, record_rollouts
 from rendezvous import layout
-from rendezvous.agreement.chain import Chain, first_open_step
+from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
@@ -94,7 +95,7 @@ def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
 def _offers_of_sessions(store: Store) -> dict[Holder, dict[int, Offer]]:
     """Return each session's offers by step, listed or not."""
     found: dict[Holder, dict[int, Offer]] = {}
-    for t in range(first_open_step(store)):
+    for t in takewhile(lambda t: store.get(layout.commit_key(t)) is not None, count()):  # verify.py tells of a gap
         for key in store.list(layout.offers_prefix(t)):
             offer = decode_or_none(Offer, store.get(key))
             if offer is not None and offer.step == t:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.audit.inner import _offers_of_sessions
 from diloco.audit.records import why_ineligible
 from diloco.audit.verdict import Findings, Verdict
 from diloco.audit.verify import verify
@@ -154,6 +155,8 @@ def test_a_commit_that_vanished_is_named(run: Path) -> None:
     found = verified(run)
     assert [(d.step, d.blob) for d in found.differences] == [(2, layout.commit_key(2))], found.lines()
     assert found.thetas == [0, 1, 2]
+    taken_again = _offers_of_sessions(FileStore(run))  # before: --inner ended here, without a verdict
+    assert {t for offers in taken_again.values() for t in offers} == {0, 1}
 
 
 LOST = {
