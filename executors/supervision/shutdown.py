@@ -87,7 +87,7 @@ class Patience:
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
         self.can_beat = True
-        self.has_asked = False  # whether a request to stop was written
+        self.has_asked = False  # whether a request to stop stands in the control records, which another command may take back
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
@@ -139,7 +139,7 @@ def stop_run(
     try:
         return _end_everything(store, clock, patience, say, executor)
     except _TakenBack:
-        text = "another command (resume or train) has let it go on since this one asked it to stop; nothing was killed"
+        text = "another command (resume, train) has let the run go on since this one asked it to stop; nothing was killed"
         return [End("run", True, text)]
 
 
@@ -171,7 +171,7 @@ def _ask_to_leave(store: Store, clock: Clock, patience: Patience, say: Callable[
             "signal instead, and platforms cancel theirs; a supervisor and replicas elsewhere do not know of this stop"
         )
         return _signal_here(store, signal.SIGTERM)
-    patience.has_asked = True
+    patience.has_asked = not lost  # after a loss, records do not tell whether another command took it back
     if lost:
         say(f"warning: {lost}\nwarning: places that only a lost record names are not asked; look at their consoles")
     say(f"asked every replica to leave; they offer what they have first, within {duration(patience.seconds())}")

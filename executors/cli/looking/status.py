@@ -268,7 +268,8 @@ def describe_supervisor(beat: Beat | None, clock: Clock, report: Report) -> tupl
     holder = still_holding(report.url, report.supervisor, beat)
     end = last_end(report)
     if holder is None:
-        words = f"; the last one ended with code {end['code']}: {end_words(end['text'])}" if end else ""
+        how = f"ended with code {end['code']}" if end and end["code"] != exitcodes.LEFT else "left"
+        words = f"; the last one {how}: {end_words(end['text'])}" if end else ""
         line = _done_words(report, clock) if report.done else f"no supervisor{words}"
         return line, {"supervisor": None, "supervisor_end": end}
     heard_at = beat.at if beat is not None and beat.generation == holder.generation else holder.at
@@ -301,9 +302,9 @@ def end_words(text: str) -> str:
 
 
 def last_end(report: Report) -> dict[str, Any] | None:
-    """Return the newest end of a supervisor in the log; None if that supervisor ended well, or if none has ended."""
+    """Return the newest end of a supervisor in the log; None if that supervisor ended a run that is done."""
     ends = [e for e in report.of_kind("stopped", "crashed") if e["who"].startswith(SUPERVISOR)]
-    if not ends or ends[-1].get("code") in (None, exitcodes.DONE, exitcodes.LEFT):
+    if not ends or ends[-1].get("code") in (None, exitcodes.DONE):
         return None
     return {"code": ends[-1]["code"], "text": str(ends[-1].get("text", "")), "at": ends[-1]["at"]}
 
