@@ -87,7 +87,7 @@ class Patience:
 
     def __init__(self, store: Store, clock: Clock, grace_s: float | None) -> None:
         self.can_beat = True
-        self.has_asked = False  # whether a request to stop stands in the control records, which another command may take back
+        self.has_asked = False  # whether a request to stop stands in the control records
         self._store, self._clock, self._fixed = store, clock, grace_s
         self._boundary = 1
         with suppress(RendezvousError, ConfigError):  # replicas of a damaged run must end, too
@@ -139,8 +139,8 @@ def stop_run(
     try:
         return _end_everything(store, clock, patience, say, executor)
     except _TakenBack:
-        text = "another command (resume, train) has let the run go on since this one asked it to stop; nothing was killed"
-        return [End("run", True, text)]
+        how = "another command (resume or train) has let the run go on"
+        return [End("run", True, f"{how} since this one asked it to stop; nothing was killed")]
 
 
 def _refuse_taken_back(store: Store, patience: Patience) -> None:
