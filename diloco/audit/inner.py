@@ -55,7 +55,7 @@ from rendezvous.agreement.chain import Chain
 from rendezvous.agreement.membership import controls_above, read_claim, read_control, read_leave
 from rendezvous.background import no_emit, together_on
 from rendezvous.clock import SystemClock
-from rendezvous.errors import RendezvousError
+from rendezvous.errors import GaveUp, RendezvousError, StoreUnclear
 from rendezvous.means.reduce import Reducer
 from rendezvous.records.records import Commit, Offer, decode_or_none
 from rendezvous.records.rollouts import read_record
@@ -86,6 +86,8 @@ def recompute_offers(run: Run, tell: Tell = lambda text: None) -> Recomputed:
         tell(f"{holder}: {len(offers)} pseudogradients")
         try:
             _Session(run, store, holder, offers, found).follow()
+        except (GaveUp, StoreUnclear):  # repeating the command can check it: "all is equal" would hide that
+            raise
         except (RendezvousError, InnerError, ConfigError) as error:
             found.stopped += not isinstance(error, RendezvousError)
             found.unchecked.append(f"pseudogradients of {holder}: {error}")

@@ -37,7 +37,7 @@ from rendezvous import layout
 from rendezvous.agreement.membership import write_control
 from rendezvous.background import Inline, no_emit
 from rendezvous.clock import SystemClock
-from rendezvous.errors import StoreFull, StoreRefused, StoreUnclear
+from rendezvous.errors import GaveUp, StoreFull, StoreRefused, StoreUnclear
 from rendezvous.keeping.reach import Reach, read_reach
 from rendezvous.records.records import Claim, Offer
 from rendezvous.records.rollouts import read_record
@@ -173,6 +173,17 @@ def _other_settings_give_others(fleet: Fleet) -> None:
 
 @pytest.mark.slow  # is_unlucky, BucketPlaces and the simulator are tested by default
 @pytest.mark.timeout(300)
+def test_a_store_that_is_away_in_a_recomputation_is_no_part_that_was_not_checked() -> None:
+    run: Any = SimpleNamespace(config=RunConfig("away"), store=MemoryStore())
+    offers = {Holder("r00", 1): {0: Mock()}}
+    with (
+        patch("diloco.audit.inner._offers_of_sessions", return_value=offers),
+        patch("diloco.audit.inner._Session", side_effect=GaveUp("no answer for 10 s")),
+        pytest.raises(GaveUp, match="no answer for 10 s"),
+    ):
+        recompute_offers(run)
+
+
 def test_bundles_that_may_have_ended_two_sessions_are_passed_over(tmp_path: Path) -> None:
     """A generation that is too long for the device's memory ended every replacement, which trained on it again."""
     fleet = a_fleet(tmp_path)
