@@ -55,7 +55,7 @@ class Verdict:
         means = f"{len(self.from_deltas)} means from their deltas, {len(self.as_announced)} as announced"
         found = [f"differs: {one.in_words()}" for one in self.differences]
         equal = "everything that was compared is equal" if self.thetas else "nothing could be compared"
-        last = f"{len(found)} differences" if found else equal
+        last = f"{len(found)} difference{'s' * (len(found) > 1)}" if found else equal
         inner = [self.inner] if self.inner else []
         return [
             f"θ computed again: {reach} ({means})",
@@ -70,7 +70,8 @@ class Verdict:
         if self.stopped:
             return f"; the inner steps of {self.stopped} sessions could not be taken on this machine (see above)"
         count = len([one for one in self.unchecked if one != UNSEEN])
-        return f"; {count} parts were not checked (see above)" if count and self.thetas else ""
+        parts = "1 part was" if count == 1 else f"{count} parts were"
+        return f"; {parts} not checked (see above)" if count and self.thetas else ""
 
 
 @dataclass
