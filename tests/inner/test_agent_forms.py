@@ -152,6 +152,18 @@ def test_messages_become_chat_completions(endpoint: Endpoint, asked: list[Any]) 
     assert (body["max_tokens"], body["stop"], body["tool_choice"]) == (9, ["x"], "none")
 
 
+@pytest.mark.parametrize(("result", "told"), [("no file", "Error: no file"), ("Error: no file", "Error: no file")])
+def test_a_result_that_is_marked_as_an_error_reads_as_one(
+    endpoint: Endpoint, asked: list[Any], result: str, told: str
+) -> None:
+    """Before: the mark was dropped, so a failed call got no hint and the model did not read that it had failed."""
+    use = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 7}}
+    part = {"type": "tool_result", "tool_use_id": "c1", "content": result, "is_error": True}
+    history = [*USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [part]}]
+    send(endpoint, "/messages", messages=history)
+    assert asked[0]["messages"][-1]["content"] == told
+
+
 def test_a_system_message_behind_a_users_is_a_part_of_it(endpoint: Endpoint, asked: list[Any]) -> None:
     """As the Claude Agent SDK sends it; many chat templates take a system message only at the beginning."""
     note = {"role": "system", "content": "You have tools."}

@@ -50,7 +50,9 @@ def _turns(message: Body, where: str) -> Iterator[dict[str, Any]]:
     parts = listed(message, "content") if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     for part in (part for part in parts if part.get("type") == "tool_result"):
         result = text_of(part.get("content"), ("text",), where)
-        yield {"role": "tool", "tool_call_id": str(part.get("tool_use_id")), "content": result}
+        failed = part.get("is_error") is True and not result.startswith(("Error", '{"error"'))  # hints look for these
+        told = f"Error: {result}" if failed else result
+        yield {"role": "tool", "tool_call_id": str(part.get("tool_use_id")), "content": told}
     calls = [_call(part) for part in parts if part.get("type") == "tool_use"]
     said = [part for part in parts if part.get("type") not in ("tool_result", "tool_use", *THOUGHTS)]
     if said or calls:
